@@ -1,4 +1,4 @@
-"""Callbacks: code that runs at points of a run, separate from the model."""
+"""Callbacks: code, separate from the model, that the Trainer calls at fixed points of a run."""
 
 from __future__ import annotations
 

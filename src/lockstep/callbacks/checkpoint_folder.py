@@ -17,7 +17,7 @@ _FIELD = re.compile(r"\{([^{}:]*)(?::([^{}]*))?\}")
 
 
 def fill(template: str, metrics: Mapping[str, Any], equals: str | None = "=") -> str:
-    """Return `template` with each ``{name}`` or ``{name:format}`` replaced by the metric of that name, or 0.
+    """Replace each ``{name}`` or ``{name:format}`` in `template` by the metric of that name, or 0 without it.
 
     Args:
         template: such as ``"{epoch:02d}-{val/loss:.2f}"``.
@@ -75,7 +75,7 @@ class FolderClaim:
                 warn_once(SHARED.format(folder=folder))
 
     def look_for_others(self, folder: str, extension: str) -> None:
-        """Warn before the first save of a run if the folder contains checkpoints."""
+        """Warn if the folder contains checkpoints of another run; called before the first save of a run."""
         others = [name for name in storage.names(folder) if name.endswith(extension)]
         if others and not self._is_shared:  # already warned about
             warn_once(OTHERS.format(folder=folder, name=others[0]))

@@ -48,7 +48,7 @@ class EarlyStopping(Callback):
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this.
         check_on_train_epoch_end: check at the end of training epochs (True) or of validations (False). None
-            selects the former if validation runs exactly once an epoch.
+            means True if validation runs exactly once an epoch, else False.
         log_rank_zero_only: with ``verbose``, report on rank 0 alone instead of on each rank.
 
     Attributes:
@@ -56,7 +56,7 @@ class EarlyStopping(Callback):
         best_score: best value so far, a scalar tensor on the CPU.
         stopped_epoch: the epoch in which training was stopped; 0 if it was not.
         stopping_reason: the condition that ended this fit.
-        stopping_reason_message: the same as a sentence; None if training was not stopped.
+        stopping_reason_message: this condition as a sentence; None if training was not stopped.
 
     Raises:
         MisconfigurationException: an argument is out of its range, or ``monitor`` was never logged.
@@ -116,18 +116,18 @@ class EarlyStopping(Callback):
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Choose between a check after validation and after training epochs, unless the user has chosen."""
+        """Choose whether to check after validation or after training epochs, unless the user has chosen."""
         if self._user_choice is None:
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reset the reason why an earlier fit was stopped; keep the wait count."""
+        """Reset the reason for which an earlier fit was stopped, but not the wait count."""
         self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the metric, unless this is done in :meth:`on_validation_end`.
+        """Check the metric, unless :meth:`on_validation_end` checks it.
 
         An interrupted epoch is checked after the resume.
         """
@@ -138,7 +138,7 @@ class EarlyStopping(Callback):
             self._check(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the metric, unless this is done in :meth:`on_train_epoch_end`."""
+        """Check the metric, unless :meth:`on_train_epoch_end` checks it."""
         if not self._check_on_train_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._check(trainer)
 
@@ -200,7 +200,7 @@ class EarlyStopping(Callback):
         return bool(value < than) if self.mode == "min" else bool(value > than)
 
     def _judge(self, current: Tensor) -> tuple[EarlyStoppingReason, str | None]:
-        """Compare a value with the best one and the thresholds; return a reason to stop and a message.
+        """Compare a value with the best value and the thresholds; return the reason to stop (if any) and a message.
 
         The wait count and the best value are updated.
         """

@@ -148,7 +148,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return, once each, all submodules with their own parameters or without children.
+        """Return all submodules that have parameters of their own or no children, each once.
 
         Args:
             modules: a module, or a nest of iterables of modules.
@@ -161,12 +161,12 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the trainable parameters of modules, or the frozen ones.
+        """Yield the trainable parameters of modules; with ``requires_grad=False`` the frozen parameters.
 
         Args:
             modules: a module, or a nest of iterables of modules.
-            train_bn: False omits those of BatchNorm.
-            requires_grad: True yields the trainable ones, False the frozen ones.
+            train_bn: False omits the parameters of BatchNorm.
+            requires_grad: True yields the trainable parameters, False the frozen ones.
         """
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(module, _BatchNorm):
@@ -196,7 +196,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the parameters that the optimizer does not have yet; warn about the others."""
+        """Return the parameters that the optimizer does not have yet; warn about those that it has."""
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         given = list(params)
         fresh = [parameter for parameter in given if id(parameter) not in known]

@@ -24,8 +24,8 @@ class GradientAccumulationScheduler(Callback):
             first epoch in it, the number is 1.
 
     Attributes:
-        scheduling: the same, with an entry for epoch 0.
-        epochs: its epochs, ascending.
+        scheduling: the argument, with an entry for epoch 0.
+        epochs: the epochs in ``scheduling``, ascending.
 
     Raises:
         TypeError: ``scheduling`` is empty or not a dict.

@@ -144,44 +144,47 @@ class ModelSummary:
 
     @property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
-        """Name and module for each row."""
+        """List of (name, module), one entry for each row."""
         depth = self._max_depth
         found = self._model.named_modules()
         return [(name, module) for name, module in found if name and (depth == -1 or name.count(".") < depth)]
 
     @property
     def layer_names(self) -> list[str]:
-        """Names of the layers, one for each row."""
+        """List of the layers' names, one for each row."""
         return list(self._layer_summary)
 
     @property
     def layer_types(self) -> list[str]:
-        """Class name of the layer in each row."""
+        """List of the layers' class names, one for each row."""
         return [layer.layer_type for layer in self._layer_summary.values()]
 
     @property
     def param_nums(self) -> list[int]:
-        """Number of parameter elements in each row."""
+        """List of the numbers of parameter elements, one for each row."""
         return [layer.num_parameters for layer in self._layer_summary.values()]
 
     @property
     def training_modes(self) -> list[bool]:
-        """True for each row in training mode."""
+        """List with True for each row whose layer is in training mode, and False for the others."""
         return [layer.training for layer in self._layer_summary.values()]
 
     @property
     def in_sizes(self) -> list[Any]:
-        """Input shape of the layer in each row."""
+        """List of the layers' input shapes, one for each row."""
         return [layer.in_size for layer in self._layer_summary.values()]
 
     @property
     def out_sizes(self) -> list[Any]:
-        """Output shape of the layer in each row."""
+        """List of the layers' output shapes, one for each row."""
         return [layer.out_size for layer in self._layer_summary.values()]
 
     @property
     def flop_counts(self) -> dict[str, dict[Any, int]]:
-        """Floating point operations of the example input, by layer name and operator; empty without an example."""
+        """Floating point operations for the example input, by layer name and operator.
+
+        Without an example input, each layer has an empty dict.
+        """
         return {name: self._flops.get(name, {}) for name in self.layer_names}
 
     @property
@@ -201,7 +204,7 @@ class ModelSummary:
 
     @property
     def total_layer_params(self) -> int:
-        """Sum of the rows' parameters."""
+        """Sum of the numbers of parameter elements in all rows."""
         return sum(self.param_nums)
 
     @property
@@ -252,7 +255,7 @@ class ModelSummary:
 
 
 def format_table(columns: Sequence[tuple[str, list[str]]], totals: list[tuple[str, str]]) -> str:
-    """Format the table and the lines with totals as text.
+    """Format the table, and the lines with the totals below it, as text.
 
     Args:
         columns: head and cells of each column.

@@ -37,7 +37,7 @@ class LearningRateMonitor(Callback):
         last_momentum_values, last_weight_decay_values: the values logged last, by name.
 
     Raises:
-        MisconfigurationException: for another ``logging_interval``, without a logger, or when two parameter
+        MisconfigurationException: ``logging_interval`` is invalid, the Trainer has no logger, or two parameter
             groups of an optimizer have the same name.
     """
 
@@ -71,7 +71,7 @@ class LearningRateMonitor(Callback):
         self.lrs = {name: [] for _, names, _ in _named_groups(trainer) for name in names}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Log learning rates before every ``log_every_n_steps``-th step, unless they are logged by epochs."""
+        """Log learning rates before every ``log_every_n_steps``-th step, unless ``logging_interval`` is "epoch"."""
         self._on_any_batch_start(trainer, pl_module, batch_idx)
 
     def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
@@ -86,7 +86,7 @@ class LearningRateMonitor(Callback):
         self._write(trainer, "step")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log learning rates at the start of an epoch, unless they are logged by steps."""
+        """Log learning rates at the start of an epoch, unless ``logging_interval`` is "step"."""
         if self.logging_interval != "step":
             self._write(trainer, "epoch")
 

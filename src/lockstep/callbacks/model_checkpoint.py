@@ -299,7 +299,10 @@ class ModelCheckpoint(Checkpoint):
         self._folder.release()
 
     def _is_due(self, trainer: Trainer, step: int) -> bool:
-        """Return True if a save is due after this step, by time or by steps; a save by time restarts the interval."""
+        """Return True if a save is due after this step, either by time or by number of steps.
+
+        If it is due by time, the time interval restarts.
+        """
         if self._train_time_interval is None:
             return self._every_n_train_steps >= 1 and step % self._every_n_train_steps == 0
         # On a single process the loop settles no requests: the answer is known at once.
@@ -418,7 +421,7 @@ class ModelCheckpoint(Checkpoint):
     # -- what is saved -------------------------------------------------------------------------------------
 
     def _save(self, trainer: Trainer, metrics: dict[str, Tensor], ranked: bool = True) -> None:
-        """Save the ranked checkpoint, then ``last.ckpt``, then delete checkpoints that these replace."""
+        """Save the ranked checkpoint, then ``last.ckpt``; then delete the checkpoints that the two replace."""
         self._is_waiting_for_metric = False
         ranking = {name: copy(getattr(self, name)) for name in RANKING}
         self._saves, self._displaced = (self._newest_save, secrets.token_hex(8)), {}
@@ -438,7 +441,10 @@ class ModelCheckpoint(Checkpoint):
         self._delete(trainer, outdated_last, self.last_model_path)
 
     def _save_ranked(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
-        """Save a checkpoint if its score is among the best; return the path of the one that it replaces, or ``""``."""
+        """Save a checkpoint if its score is among the best.
+
+        Return the path of the checkpoint that it replaces, or ``""``.
+        """
         if self.monitor is None:
             displaced = self.best_model_path if self.save_top_k == 1 else ""
             self.best_model_path = self._free_path(trainer, metrics, displaced)
@@ -493,7 +499,7 @@ class ModelCheckpoint(Checkpoint):
         return displaced
 
     def _name_last(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
-        """Assign the path of ``last.ckpt`` for this save; return the previous path, or ``""``."""
+        """Set the path that this save uses for ``last.ckpt``; return the path of the previous one, or ``""``."""
         if not self.save_last:
             return ""
         previous = self.last_model_path
@@ -547,7 +553,10 @@ class ModelCheckpoint(Checkpoint):
     # -- after a kill --------------------------------------------------------------------------------------
 
     def _record_displaced(self, trainer: Trainer, path: str) -> None:
-        """Record that `path` will be deleted after this save, so that a resumed run can delete it after a kill."""
+        """Record in this save's checkpoints that `path` is to be deleted after the save.
+
+        If a kill prevents the deletion, a resumed run deletes the file.
+        """
         if self._may_delete(trainer, path) and not storage.is_remote(path) and storage.exists(path):
             self._displaced[path] = storage.modified(path)
 
@@ -565,7 +574,10 @@ class ModelCheckpoint(Checkpoint):
                 self._delete(trainer, leftover, "")
 
     def _interrupted_save(self, trainer: Trainer) -> tuple[str, dict[str, Any]]:
-        """On rank 0, find a ranked checkpoint that is newer than ``last.ckpt`` after a kill; return path and state."""
+        """On rank 0, find a ranked checkpoint that is newer than ``last.ckpt`` because a kill interrupted the save.
+
+        Return its path and the callback's state in it.
+        """
         last = self.last_model_path
         if not trainer.is_global_zero or not last or storage.is_remote(last) or not storage.exists(last):
             return "", {}
@@ -577,7 +589,7 @@ class ModelCheckpoint(Checkpoint):
         return "", {}
 
     def _saves_in(self, path: str) -> Sequence[str]:
-        """Return the ids of the previous save and of the save that wrote `path`."""
+        """Return two ids from the checkpoint `path`: of the save before it, and of the save that wrote it."""
         found: Sequence[str] = self._glance(path).get("saves", ("", ""))
         return found
 
@@ -614,7 +626,10 @@ class ModelCheckpoint(Checkpoint):
         return bool(score < worst) if self.mode == "min" else bool(score > worst)
 
     def _sort_key(self, path: str) -> tuple[bool, float]:
-        """Return the sort key of a ranked checkpoint, best first; values from earlier steps come last."""
+        """Return a key that sorts ranked checkpoints, best first.
+
+        Checkpoints whose value was measured at an earlier step come last.
+        """
         score = float(self.best_k_models[path])
         return path in self.values_of_earlier_steps, score if self.mode == "min" else -score
 
@@ -685,7 +700,7 @@ class ModelCheckpoint(Checkpoint):
         return bool(trainer.strategy.broadcast(found))
 
     def find_last(self, trainer: Trainer) -> set[str]:
-        """Return the newest of ``last.ckpt``, ``last-v1.ckpt`` etc.; if none exists, all checkpoints in the folder."""
+        """Return the newest of ``last.ckpt``, ``last-v1.ckpt`` etc.; without any, all checkpoints in the folder."""
         folder = self._choose_folder(trainer)
         pattern = name_pattern(self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION)
         names = [name for name in storage.names(folder) if name.endswith(self.FILE_EXTENSION)]

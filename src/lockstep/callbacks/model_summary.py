@@ -76,10 +76,10 @@ class ModelSummary(Callback):
         Args:
             summary_data: head and cells of each column.
             total_parameters: elements of all parameters.
-            trainable_parameters: elements of those that require gradients.
+            trainable_parameters: elements of the parameters that require gradients.
             model_size: size of all parameters, in units of 10^6 bytes.
             total_training_modes: number of modules in "train" and "eval" mode.
-            total_flops: floating point operations of one forward of the example; 0 without one.
+            total_flops: floating point operations of one forward of the example input; 0 without the input.
             **summarize_kwargs: arguments of the constructor.
         """
         totals = totals_of(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
@@ -90,7 +90,7 @@ NUMBERS = ("Params", "FLOPs", "In sizes", "Out sizes")
 
 
 def choose_model_summary(callbacks: list[Any]) -> ModelSummary:
-    """Return the default summary of a Trainer: a RichModelSummary if one of its progress bars uses rich."""
+    """Return a Trainer's default summary: a RichModelSummary if ``callbacks`` contain a RichProgressBar."""
     # a run without that bar does not load its file
     loaded = sys.modules.get("lockstep.callbacks.progress.rich")
     is_rich = loaded is not None and any(isinstance(one, loaded.RichProgressBar) for one in callbacks)

@@ -68,7 +68,7 @@ class OnExceptionCheckpoint(Checkpoint):
         return self._generate_state_key(dirpath=self.dirpath, filename=self.filename)
 
     def find_last(self, trainer: Trainer) -> set[str]:
-        """Return the checkpoint's path if the file exists, else an empty set."""
+        """Return a set with the checkpoint's path if the file exists; else an empty set."""
         return {self.ckpt_path} if storage.exists(self.ckpt_path) else set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -85,7 +85,10 @@ class OnExceptionCheckpoint(Checkpoint):
         self._time_before = self._time_written()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save a checkpoint, on one rank if the ranks cannot cooperate; a failed save is only logged."""
+        """Save a checkpoint; only one rank saves if the ranks cannot cooperate.
+
+        If the save fails, its error is logged and not raised.
+        """
         if not self._training:
             return
         self._training = False
@@ -120,7 +123,7 @@ class OnExceptionCheckpoint(Checkpoint):
         return storage.modified(self.ckpt_path) if storage.exists(self.ckpt_path) else None
 
     def _is_first(self, trainer: Trainer) -> bool:
-        """Return True if this rank should write, because no other rank has started to. Not a collective."""
+        """Return True if this rank is the first that starts to write the checkpoint. Not a collective."""
         if trainer.world_size == 1:
             return True
         if storage.is_remote(self.dirpath):

@@ -99,7 +99,7 @@ class BasePredictionWriter(Callback):
     def write_on_epoch_end(
         self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Store the predictions of all batches of this rank.
+        """Store the predictions for all batches that this rank has processed.
 
         Args:
             trainer: the Trainer.

@@ -1,4 +1,4 @@
-"""Timer: measures the duration of training, validation, test and prediction, and can limit that of training."""
+"""Timer: measures the duration of training, validation, test and prediction, and can limit the training time."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ class Timer(Callback):
         return self._end.get(RunningStage(stage))
 
     def time_elapsed(self, stage: str = RunningStage.TRAINING) -> float:
-        """Return the seconds from a stage's start until now or its end; training includes its earlier attempts."""
+        """Return the seconds from a stage's start until now or its end.
+
+        For training, the time before the checkpoint from which the fit resumes is included.
+        """
         stage = RunningStage(stage)
         offset = self._offset if stage is RunningStage.TRAINING else 0.0
         start = self._start.get(stage)
@@ -94,7 +97,7 @@ class Timer(Callback):
     # -- the stages ----------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the limit before training, because a resumed run may have used up its time already."""
+        """Check the limit, because a resumed run may have used up its time before the checkpoint."""
         self.stopping_reason_message = None
         if RunningStage.TRAINING in self._start:  # from an earlier fit, which this one does not continue
             self._reset_training()
@@ -145,7 +148,7 @@ class Timer(Callback):
         return {"time_elapsed": {stage.value: self.time_elapsed(stage) for stage in RunningStage}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the training time from before the checkpoint."""
+        """Load the training time that had passed when the checkpoint was written."""
         self._reset_training()
         self._offset = float(state_dict.get("time_elapsed", {}).get(RunningStage.TRAINING.value, 0.0))
 

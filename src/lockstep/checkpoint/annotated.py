@@ -1,4 +1,4 @@
-"""Objects rebuilt from a checkpoint's plain hyperparameters, with the classes that it records."""
+"""Rebuilding of objects from the plain hyperparameters in a checkpoint and the class names beside them."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def annotations_of(cls: type) -> dict[str, Any]:
 def rebuild(
     value: Any, at: tuple[Any, ...], recorded: Mapping[Any, Any], allowed: list[type], refused: set[str]
 ) -> Any:
-    """Rebuild an object from its plain form, nested objects first.
+    """Rebuild an object, and first the objects inside it, from the plain form that a checkpoint contains.
 
     Args:
         value: the plain form, as `lockstep.ground.tree.plain` returns it.
-        at: the path to it, as in `lockstep.ground.tree.classes_in`.
+        at: path to the value in the hyperparameters, as in `lockstep.ground.tree.classes_in`.
         recorded: the classes that the checkpoint records, by path.
         allowed: the user's classes that may be instantiated; see `allowed_by`.
         refused: receives the names of recorded classes that are not allowed; their objects stay plain.
 
     Raises:
-        Exception: the object cannot be rebuilt; the user's code may run, so of any class.
+        Exception: the object cannot be rebuilt. The error may be of any class, because the user's code runs.
     """
     if isinstance(value, dict):
         value = type(value)(
@@ -110,7 +110,7 @@ def _hints(owner: Any, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def allowed_by(annotation: object) -> list[type]:
-    """Return the classes that may be instantiated for an argument with this annotation.
+    """Return the classes that a checkpoint may instantiate for an argument with this annotation.
 
     They are the classes named in the annotation, the classes of their fields, and all imported subclasses of both.
     """

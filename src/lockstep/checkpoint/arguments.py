@@ -21,7 +21,7 @@ from lockstep.ground.tree import is_rebuildable
 
 
 class HasHyperparameters(Protocol):
-    """A class with hyperparameters in checkpoints, under these keys."""
+    """A class that names the keys under which a checkpoint contains its hyperparameters."""
 
     CHECKPOINT_HYPER_PARAMS_KEY: str
     CHECKPOINT_HYPER_PARAMS_NAME: str
@@ -39,7 +39,7 @@ CLI_KEYS = ("_class_path", "_instantiator")
 
 
 def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Remove LightningCLI's keys from saved hyperparameters, and instantiate inner classes that are saved as text.
+    """Remove LightningCLI's keys from saved hyperparameters, and instantiate those that are saved as class paths.
 
     Hyperparameters without these keys are returned unchanged.
 
@@ -81,7 +81,7 @@ def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) ->
 
 
 def _instantiated(cls: type, described: dict[str, Any]) -> dict[str, Any]:
-    """Instantiate with jsonargparse the arguments of ``cls`` that are given as class paths and ``init_args``."""
+    """Instantiate with jsonargparse the arguments of ``cls`` that are saved as ``class_path`` and ``init_args``."""
     # jsonargparse would import any module that a description names, whose code would run
     for path in _paths(described):
         if _imported(path) is None:
@@ -111,7 +111,7 @@ def _parameters(cls: type) -> Iterator[str]:
 
 
 def _paths(value: object) -> Iterator[str]:
-    """Yield every ``class_path`` in nested dicts and lists."""
+    """Yield the value of every ``class_path`` key in nested dicts and lists."""
     if isinstance(value, dict):
         if isinstance(value.get("class_path"), str):
             yield value["class_path"]
@@ -140,7 +140,7 @@ def _rebuild_objects(cls: type, saved: dict[str, Any], recorded: object, given: 
     Args:
         cls: the class; the annotations of its ``__init__`` name the classes that may be instantiated.
         saved: the hyperparameters in their plain forms.
-        recorded: the classes that the checkpoint records for the hyperparameters.
+        recorded: the names of the hyperparameters' classes, from the checkpoint, by path.
         given: names of arguments that the caller passes.
 
     Raises:
@@ -172,7 +172,9 @@ def _rebuild_objects(cls: type, saved: dict[str, Any], recorded: object, given: 
 
 
 def _read_hparams(path: str | PathLike[str], saved: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    """Read hyperparameters from a file; use the checkpoint's object for each entry that was not edited in the file.
+    """Read hyperparameters from a file, which may be an edited copy of the checkpoint's.
+
+    For each entry that was not edited, the object in the checkpoint is used.
 
     Args:
         path: path of the file.
@@ -199,7 +201,9 @@ def _read_hparams(path: str | PathLike[str], saved: dict[str, Any], plain: dict[
 def _select_arguments(
     cls: type, parameters: Mapping[str, inspect.Parameter], whole: object, saved: dict[str, Any], given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments for ``__init__`` from saved and passed hyperparameters; warn about unknown passed ones.
+    """Merge saved and passed hyperparameters into arguments for ``__init__``.
+
+    A passed hyperparameter that is no argument of ``__init__`` is dropped with a warning.
 
     Args:
         cls: the class.
@@ -240,7 +244,7 @@ def init_arguments(
             hyperparameters.
         checkpoint: a loaded checkpoint.
         hparams_file: a YAML or CSV file with hyperparameters that replace the checkpoint's.
-        given: arguments that take precedence over the saved ones, and complete them.
+        given: arguments from the caller, which take precedence over saved ones and are added to them.
 
     Raises:
         MisconfigurationException: a required argument of ``__init__`` is not available, or cannot be rebuilt.
@@ -297,7 +301,10 @@ def _parse_cell(text: str) -> Any:
 
 
 def where_there_is_a_device(storage: Any, location: str) -> Any:
-    """Load tensors on the CPU if this machine lacks their device type; a ``map_location`` for ``torch.load``."""
+    """Move a loaded storage to the CPU if this machine has no device of its type.
+
+    For use as ``map_location`` of ``torch.load``.
+    """
     kind = location.partition(":")[0]
     return None if kind == "meta" or is_there(kind) else storage.cpu()
 

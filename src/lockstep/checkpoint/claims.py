@@ -25,7 +25,7 @@ _claims: dict[str, _Claim] = {}
 def claim(folder: PathLike) -> bool | None:
     """Lock a local folder, as a sign that this process saves there; each call needs one :func:`release`.
 
-    Nothing is written, because the folder itself is locked. The lock ends with the process at the latest.
+    The folder itself is locked, so no file is written. The lock ends with the process at the latest.
 
     Returns:
         True if the folder is locked; False if another process has locked it; None if it cannot be locked (a URL, a
@@ -43,7 +43,7 @@ def claim(folder: PathLike) -> bool | None:
 
 
 def release(folder: PathLike) -> None:
-    """Undo one call of :func:`claim`; unlock the folder after the last one."""
+    """Undo one call of :func:`claim`; when all calls are undone, unlock the folder."""
     name = storage.absolute(folder)
     own = _claims.get(name)
     if own is None:

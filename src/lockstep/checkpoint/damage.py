@@ -52,7 +52,9 @@ def first_line(error: BaseException) -> str:
 
 
 def check_archive_size(file: IO[bytes], name: str) -> None:
-    """Raise if a zip file would unpack to far more than its size; only the zip directory is read.
+    """Raise if a zip file would unpack to far more than its own size.
+
+    Only the zip file's directory is read.
 
     Raises:
         CorruptCheckpoint: the file would unpack to too many bytes.

@@ -95,7 +95,7 @@ class _PlacedPart:
 
 
 def _wrap_misplaced(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Wrap the DTensors for which torch computes wrong offsets in `_PlacedPart`."""
+    """Return the tensors by name; DTensors for which torch computes wrong offsets are wrapped in `_PlacedPart`."""
     return {name: _PlacedPart(each) if is_sharded_twice(each) else each for name, each in tensors.items()}
 
 
@@ -113,7 +113,7 @@ class Digest:
 class HashedFile(io.RawIOBase):
     """A new file that hashes what is written to it while the disk stores it.
 
-    A second thread writes large pieces while this one hashes them: both release the GIL. A third thread waits for the
+    A second thread writes a large piece while this thread hashes it: both release the GIL. A third thread waits for the
     disk.
 
     Args:
@@ -245,7 +245,7 @@ class Writer(FileSystemWriter):
         self.path, self.digests = files.init_path(folder), files.digests
 
     def storage_meta(self) -> StorageMeta:
-        """Return metadata without an id, because the folder is renamed after writing."""
+        """Return metadata without the folder's id, which would be wrong once the folder is renamed."""
         return StorageMeta()
 
 
@@ -255,7 +255,7 @@ class Planner(DefaultSavePlanner):
     Args:
         state: dicts of tensors. Each rank writes its part of a DTensor, or of a tensor that describes its local part
             by ``__create_write_items__`` and ``to_local``; rank 0 writes any other tensor.
-        is_zero: this is rank 0.
+        is_zero: True on rank 0.
 
     Attributes:
         local: the values that this rank may have to write, by name: its parts of DTensors and the like; on rank 0 also
@@ -290,7 +290,7 @@ class Planner(DefaultSavePlanner):
 
 
 def _in_its_own_storage(tensor: Tensor) -> Tensor:
-    """Return a tensor on the same memory, whose storage contains nothing else.
+    """Return a tensor that uses the same memory, but has a storage that contains no other elements.
 
     torch copies a part of a larger storage, such as a shard with padding, and keeps all copies until the file is
     complete: that would need the memory of this rank's part once more.
@@ -345,7 +345,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _enum_member(kind: object, name: str) -> Enum:
-    """Replace ``getattr`` in a pickle by access to the members of enums.
+    """Return a member of an enum; takes the place of ``getattr`` when a pickle is read.
 
     Python 3.11.0 to 3.11.3 pickle a member as a call of ``getattr``, which would give access to anything.
 
@@ -362,7 +362,7 @@ def read_metadata(folder: PathLike) -> Metadata:
     """Read the DCP metadata of a folder without running code.
 
     Raises:
-        pickle.UnpicklingError: the file contains something else; other errors are possible, too.
+        pickle.UnpicklingError: the file contains other classes; a damaged file may raise other errors, too.
     """
     with storage.opened(storage.inside(folder, METADATA)) as file:
         found = _MetadataUnpickler(file).load()
@@ -372,7 +372,10 @@ def read_metadata(folder: PathLike) -> Metadata:
 
 
 def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Return the metadata of all tensors by name; other entries are omitted, because reading would unpickle them."""
+    """Return the metadata of all tensors by name.
+
+    Other entries are omitted, because reading their values would unpickle objects.
+    """
     found = metadata.state_dict_metadata.items()
     return {name: entry for name, entry in found if isinstance(entry, TensorStorageMetadata)}
 
@@ -410,7 +413,7 @@ class _ReadPlanner(DefaultLoadPlanner):
         self.state_dict = _wrap_misplaced(into)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the local tensor of a `_PlacedPart`, which torch does not accept as a destination."""
+        """Return the destination of a read; for a `_PlacedPart`, which torch does not accept, its local tensor."""
         part = self.state_dict[index.fqn]
         return part.to_local() if isinstance(part, _PlacedPart) else super().lookup_tensor(index)
 

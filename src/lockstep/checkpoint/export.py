@@ -88,7 +88,7 @@ def bytes_of(size: int | str) -> int:
 
 
 def find_model(module: nn.Module, model: nn.Module | None) -> tuple[str, nn.Module]:
-    """Return the prefix of the exported model's parameter names in the LightningModule, and the model.
+    """Return (prefix, model): the model to export, and its parameters' common prefix in the LightningModule.
 
     Args:
         module: the module of the run.
@@ -130,7 +130,9 @@ def _files(folder: str | os.PathLike[str], names: Iterable[str]) -> list[Path]:
 
 
 def named_as_in_files(model: nn.Module, prefix: str, tensors: Iterable[Named]) -> Iterator[Named]:
-    """Yield (name in the files, tensor) for each tensor to export; tied tensors once, temporary buffers never.
+    """Yield (name in the files, tensor) for each tensor to export.
+
+    A tied tensor is yielded once. Buffers that are not persistent are omitted.
 
     Args:
         model: the model to export.
@@ -165,10 +167,10 @@ def named_as_in_files(model: nn.Module, prefix: str, tensors: Iterable[Named]) -
 
 
 def names_in_files(model: Any, names: Sequence[str]) -> dict[str, str]:
-    """Return the names that transformers uses in files, by the names in the model.
+    """Map parameter names in the model to the names that transformers uses in files.
 
-    Renamings that transformers made when the model was loaded are reverted. Tensors that it joined or split keep the
-    names that they have in the model, which it also reads.
+    Renamings that transformers made when the model was loaded are reverted. Tensors that were joined or split keep the
+    names that they have in the model, which transformers reads as well.
     """
     given = getattr(model, "_weight_conversions", None)
     if not is_of_transformers(model) or not given:
@@ -276,7 +278,9 @@ def write(
     tokenizer: object,
     config: str | None = None,
 ) -> None:
-    """Write full tensors as safetensors files, with configs. Collective: the ranks write the files in turn.
+    """Write full tensors as safetensors files, and the model's configs.
+
+    Collective: the ranks write the files in turn.
 
     Each rank buffers one file at a time.
 
@@ -285,8 +289,8 @@ def write(
         tensors: (name, full tensor) in the same order on all ranks.
         model: a model with a config to write; None: the config is copied.
         max_shard_size: maximum size of a file; a larger tensor has its own file.
-        tokenizer: a tokenizer of transformers, or a folder with its files; None: the one in ``config``, if any.
-        config: a folder to copy further files from.
+        tokenizer: a tokenizer of transformers, or a folder with its files; None: the files in ``config``, if any.
+        config: a folder from which the config (without ``model``) and tokenizer files are copied.
     """
     target, limit = Path(folder), bytes_of(max_shard_size)
     with _temporary_folder(target) as temporary:
@@ -338,7 +342,7 @@ def write_adapter(
 
 
 def _names_of_adapters(model: Any) -> set[str]:
-    """Return the model's names of all tensors that peft saves for its adapters."""
+    """Return the names in the model of all tensors that peft saves for its adapters."""
     peft = importlib.import_module("peft")
     meta = torch.device("meta")
     places = {plain(name): tensor_at(*place) for name, place in places_of(model).items()}
@@ -353,7 +357,7 @@ def _names_of_adapters(model: Any) -> set[str]:
 
 @contextmanager
 def _temporary_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary path next to the target, equal on all ranks; delete the folder there afterwards. Collective."""
+    """Yield a temporary path next to the target, the same on all ranks; finally delete the folder there. Collective."""
     if target.is_file():
         raise MisconfigurationException(NOT_A_FOLDER.format(folder=str(target)))
     # in the same folder as the target, since a rename is atomic only within a file system
@@ -376,7 +380,9 @@ def _run_on_rank_0(action: Callable[[], None], folder: Path) -> None:
 
 
 class _Parts:
-    """The safetensors files of a folder, which the ranks write in turn; errors are stored until all have finished.
+    """The safetensors files of a folder, which the ranks write in turn.
+
+    An error is stored and not raised until every rank has written its files.
 
     Args:
         folder: destination folder.
@@ -406,7 +412,7 @@ class _Parts:
             self._buffered[name] = tensor.detach().cpu().contiguous()
 
     def end(self) -> None:
-        """Write the last file, if it is this rank's turn."""
+        """Complete the last file: the rank whose turn it is writes the file's tensors."""
         held, self._buffered = self._buffered, {}
         if not held or self.error is not None:
             return
@@ -434,7 +440,7 @@ def _write_index(folder: Path, parts: Sequence[Mapping[str, int]]) -> None:
 
 
 def _write_about(folder: Path, model: Any, tokenizer: Any, config: str | None) -> None:
-    """Write the model's config, its generation config, and tokenizer files."""
+    """Write the files that describe the model: its config, its generation config and the tokenizer's files."""
     source = config if config is not None else vars(model).get(FOLDER) if model is not None else None
     for path in _files(source, CONFIGS) if source is not None else []:
         shutil.copy(path, folder / path.name)
@@ -449,7 +455,7 @@ def _write_about(folder: Path, model: Any, tokenizer: Any, config: str | None) -
 
 
 def _copy_tokenizer(folder: Path, tokenizer: Any, source: str | None) -> None:
-    """Copy tokenizer files from the folder that the model was loaded from, and add the user's tokenizer."""
+    """Copy the tokenizer files of the folder from which the model was loaded, and save the user's tokenizer."""
     given = tokenizer if isinstance(tokenizer, (str, os.PathLike)) else None
     for each in (source, given):
         for path in _files(each, TOKENIZERS) if each is not None else []:

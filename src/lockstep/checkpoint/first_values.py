@@ -38,7 +38,7 @@ FLAG = "_is_hf_initialized"
 
 @torch.no_grad()
 def leave_meta(module: nn.Module, device: torch.device) -> None:
-    """Allocate and initialize tensors on the meta device, except those that a folder will fill.
+    """Allocate and initialize tensors on the meta device, except those that are to be loaded from a folder.
 
     peft's adapters are initialized first, by their own method. If the model has a method ``_init_weights(layer)``, as
     those of transformers do, it is called as ``model.apply(model._init_weights)`` would. Tensors that are still without
@@ -81,10 +81,12 @@ def leave_meta(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(module: nn.Module, device: torch.device, parts: torch.device | None = None) -> None:
-    """Load this rank's parts of the tensors for which `load_pretrained` was called; read nothing else from the files.
+    """Load this rank's parts of the tensors for which `load_pretrained` was called.
+
+    No other bytes of the files are read.
 
     Args:
-        module: unsharded, or sharded (its parameters are DTensors); tensors on the meta device are allocated.
+        module: unsharded, or sharded into DTensors; its tensors on the meta device are allocated.
         device: device of newly allocated memory.
         parts: device of newly allocated shards, if different.
 
@@ -144,7 +146,7 @@ def stand_in(module: nn.Module) -> dict[int, pretrained.Source]:
 
 
 def _planned_once(module: nn.Module) -> Iterator[tuple[Tensor, pretrained.Source]]:
-    """Return (tensor, source) for every tensor that is still to be loaded; tied tensors once."""
+    """Return (tensor, source) for every tensor that is still to be loaded; a tied tensor occurs once."""
     planned = [(_found(layer, name), source) for layer, name, source in pretrained.planned(module)]
     found = {id(tensor): (tensor, source) for tensor, source in reversed(planned)}
     return reversed(found.values())
@@ -162,7 +164,7 @@ def _give_memory(
 
 
 class _Waiting:
-    """Layers on the meta device that still need values.
+    """Layers with tensors on the meta device that are still to be initialized.
 
     Attributes:
         names: names, within a layer, of the layer's tensors that still need values; by the layer's id.
@@ -196,11 +198,11 @@ class _Waiting:
             self._look_around(child, model, maker)
 
     def names_of(self, layer: nn.Module) -> list[str]:
-        """Return the names of the layer's tensors that still need values."""
+        """Return the names of the layer's tensors that are not yet initialized."""
         return self.names.get(id(layer), [])
 
     def remaining(self) -> list[tuple[nn.Module, list[str]]]:
-        """Return (layer, tensor names) for every layer that still needs values, in order of registration."""
+        """Return (layer, tensor names) for every layer with uninitialized tensors, in order of registration."""
         return [(self._layers[key], list(names)) for key, names in self.names.items() if names]
 
     def mark_initialized(self, layer: nn.Module, name: str) -> None:
@@ -209,7 +211,7 @@ class _Waiting:
             self.names[id(layer)].remove(name)
 
     def mark_complete(self, layers: Iterable[nn.Module]) -> None:
-        """Protect these layers from initialization methods that are called for other layers."""
+        """Exclude these layers from initialization methods that are called for other layers."""
         for layer in layers:
             self.pending.pop(id(layer), None)
 
@@ -220,7 +222,7 @@ class _Waiting:
         self.pending = {key: list(names) for key, names in self.names.items()}
 
     def pending_within(self, maker: nn.Module) -> Pending:
-        """Return (layer, tensor names) for every layer within a module that needed values at the start."""
+        """Return (layer, tensor names) for the layers in ``maker`` that its ``init_weights()`` should initialize."""
         return [(layer, self.pending[id(layer)]) for layer in maker.modules() if self.pending.get(id(layer))]
 
     def maker_of(self, layer: nn.Module) -> str:
@@ -279,7 +281,7 @@ def _draw_adapters(module: nn.Module, waiting: _Waiting) -> None:
 
 
 def _pending_of_adapter(layer: Any, waiting: _Waiting) -> Pending:
-    """Return (layer, tensor names) for the parts of a peft layer that need values, without its base layer."""
+    """Return (layer, tensor names) for the uninitialized parts of a peft layer, without its base layer."""
     if not any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__):
         return []
     around = getattr(layer, "base_layer", None)  # may itself be an adapter of another parameter
@@ -289,7 +291,7 @@ def _pending_of_adapter(layer: Any, waiting: _Waiting) -> Pending:
 
 
 def _reset_of_adapter(layer: Any, configs: dict[str, Any]) -> Callable[[], None] | None:
-    """Return a function that initializes a LoRA layer by its config; None if that requires base weights."""
+    """Return a function that initializes a LoRA layer by its config; None if it would need the base weights."""
     reset = getattr(layer, "reset_lora_parameters", None)
     parts = [each for each in (getattr(layer, name, None) for name in LORA) if each]
     ways: dict[str, bool | str] = {}
@@ -360,7 +362,10 @@ def _copy_part(layer: nn.Module, name: str, own: Tensor, waiting: _Waiting) -> N
 
 @contextmanager
 def _unsharded(layer: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
-    """Replace the named tensors of a layer with full ones on the CPU, and all others with copies, for one call."""
+    """Within a context, replace a layer's tensors, so that one call of an initialization method can fill them.
+
+    The named tensors are replaced with full ones on the CPU, and all others with copies.
+    """
     own = {name: tensor for name, tensor in (*layer._parameters.items(), *layer._buffers.items()) if tensor is not None}
     for name, tensor in own.items():
         if name in names:
@@ -395,7 +400,10 @@ def _mark_unset(tensor: Tensor) -> None:
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """Return a mask of elements without a value since `_mark_unset`; all False for unsigned and boolean dtypes."""
+    """Return a mask of the elements that still have the value that `_mark_unset` has written.
+
+    For unsigned and boolean dtypes, which have no value to spare as a mark, all elements are False.
+    """
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.isnan()
     if _is_signed(tensor):
@@ -409,7 +417,7 @@ def _is_signed(tensor: Tensor) -> bool:
 
 @contextmanager
 def _flagged(module: nn.Module) -> Iterator[None]:
-    """Make transformers' init functions skip tensors that will be loaded, and draw no numbers for them."""
+    """Flag the tensors that will be loaded, so that transformers' init functions draw no numbers for them."""
     tensors = [_found(layer, name) for layer, name, _ in pretrained.planned(module)]
     for tensor in tensors:
         setattr(tensor, FLAG, True)
@@ -421,7 +429,7 @@ def _flagged(module: nn.Module) -> Iterator[None]:
 
 
 def _guarded() -> AbstractContextManager[object]:
-    """Make torch's init functions skip tensors with transformers' flag, too."""
+    """Make torch's init functions, like those of transformers, skip the tensors that `_flagged` has flagged."""
     if "transformers" not in sys.modules:
         return nullcontext()
     with suppress(ImportError):  # an older version

@@ -1,4 +1,4 @@
-"""A tensor subclass with this rank's range of the flattened elements, for torch's distributed checkpoint."""
+"""FlatPart: a tensor subclass with this rank's range of the flattened tensor, for torch's DCP."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ class FlatPart(Tensor):
         return list(_boxes(tuple(self.shape), self.start, self.start + self._run.numel()))
 
     def box(self, offsets: torch.Size, values: Tensor) -> Tensor:
-        """Return the box with these offsets as a view of ``values``, which correspond to this rank's elements."""
+        """Return, as a view, the part of ``values`` for the box at these offsets.
+
+        ``values`` has one element for each of this rank's elements.
+        """
         for corner, sizes, place in self.boxes():
             if corner == tuple(offsets):
                 numel = torch.Size(sizes).numel()

@@ -68,7 +68,7 @@ def save(checkpoint: dict[str, Any], path: storage.PathLike) -> None:
 
 
 def with_version(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of `checkpoint` with the format's version and plain values; see `readable`."""
+    """Return a copy of `checkpoint` with the format's version added, and with values as `readable` returns them."""
     return readable({**checkpoint, KEY: {**checkpoint.get(KEY, {}), "format": FORMAT}})
 
 

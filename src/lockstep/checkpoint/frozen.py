@@ -66,7 +66,10 @@ class _Version:
         self._at_start = 0 if tensor.is_inference() else tensor._version
 
     def is_written(self) -> bool:
-        """Return True if the tensor exists and was written since construction; writes to ``.data`` are not detected."""
+        """Return True if the tensor still exists and was written since this object was created.
+
+        Writes to ``.data`` are not detected.
+        """
         tensor = self._tensor()
         return tensor is not None and not tensor.is_inference() and tensor._version != self._at_start
 
@@ -103,17 +106,17 @@ class FrozenBase:
         self._at_start = self._hashes(self._own(parameters))
 
     def left_out(self) -> AbstractContextManager[None]:
-        """Return a context in which state dicts omit frozen parameters, except those that a `record` found changed."""
+        """Return a context in which state dicts omit the frozen parameters that no `record` has found changed."""
         names = self._names.intersection(_frozen(self._module))
         return state_dicts_without(self._module, lambda name: plain(name) in names)
 
     def record(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the description of omitted weights, to store in a checkpoint. Collective.
+        """Return a description of the parameters that checkpoints omit, to store in a checkpoint. Collective.
 
         A tensor that has changed since the start, such as a target network's, is no longer omitted.
 
         Args:
-            parameters: by name, as this rank holds them.
+            parameters: the module's parameters by name, as this rank holds them.
         """
         own = self._own(parameters)
         now = self._hashes(own)
@@ -153,7 +156,7 @@ def base_name(module: nn.Module) -> str:
 
 
 def _describe(parameters: Mapping[str, Tensor], hashes: Sequence[int | None], base: str) -> dict[str, Any]:
-    """Return hashes, names, shapes and dtypes of omitted parameters, with which `check` recognizes the base."""
+    """Describe the omitted parameters by hashes, names and dtypes, by which `check` recognizes the base."""
     return {
         "of": base,
         "hashes": torch.tensor(hashes, dtype=torch.int64),
@@ -178,7 +181,7 @@ def _dtypes(parameters: Mapping[str, Tensor]) -> str:
 
 @contextmanager
 def lenient(module: Any, absent: Collection[str]) -> Iterator[None]:
-    """Disable strict loading of a LightningModule within a context, if any parameter is absent."""
+    """Within a context, disable strict loading of a LightningModule if the checkpoint omits any parameter."""
     before = module._strict_loading
     if absent:
         module.strict_loading = False
@@ -189,7 +192,7 @@ def lenient(module: Any, absent: Collection[str]) -> Iterator[None]:
 
 
 def without(state: Mapping[str, Any], absent: Collection[str]) -> dict[str, Any]:
-    """Return a state dict without the absent parameters."""
+    """Return a copy of a state dict without the parameters in ``absent``."""
     left_out = set(absent)
     return {name: value for name, value in state.items() if plain(name) not in left_out}
 
@@ -217,10 +220,10 @@ def _description(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def check(checkpoint: Mapping[str, Any], module: nn.Module, parameters: Mapping[str, Tensor], call: str) -> None:
-    """Raise if a checkpoint's trained weights belong to a different base from the module's. Collective.
+    """Raise if a checkpoint's weights were trained with other frozen weights than the module's. Collective.
 
     Args:
-        checkpoint: with or without frozen weights.
+        checkpoint: a loaded checkpoint, which may be complete; then nothing is checked.
         module: the module with its frozen weights loaded.
         parameters: parameters of the module by name, as this rank holds them.
         call: name of the user's call, for messages.
@@ -282,7 +285,10 @@ def hashes_of(parameters: Mapping[str, Tensor]) -> list[int | None]:
 
 
 def _part_of(parameter: Any) -> tuple[Tensor, list[int], Sequence[int]]:
-    """Return this rank's part of a parameter, the part's offset, and the full shape; flattened for DeepSpeed."""
+    """Return this rank's part of a parameter, the offsets of the part, and the parameter's full shape.
+
+    Offset and shape are those of the flattened parameter if DeepSpeed has divided it.
+    """
     if hasattr(parameter, "ds_tensor"):
         numel, rank = parameter.ds_shape.numel(), comm.rank(None)
         start = min(rank * parameter.ds_tensor.numel(), numel)

@@ -35,7 +35,7 @@ def snapshot(checkpoint: dict[str, Any], memory: ReusedCopies | None = None) -> 
     Tensors inside objects of other classes stay on their devices.
 
     Args:
-        checkpoint: unchanged.
+        checkpoint: the checkpoint to copy.
         memory: memory for the copies, which is reused; None: new memory.
     """
     memory = ReusedCopies() if memory is None else memory
@@ -139,7 +139,10 @@ class CheckpointIO(ABC):
         """Delete a checkpoint, or a link to one; do nothing if it does not exist."""
 
     def then(self, action: Callable[[], Any]) -> None:
-        """Run an action once all earlier saves are complete; immediately, if this class does not write later."""
+        """Run an action once all earlier saves are complete.
+
+        A class that writes in :meth:`save_checkpoint` itself runs it immediately.
+        """
         action()
 
     def wait(self) -> None:  # noqa: B027, optional
@@ -155,11 +158,11 @@ class TorchCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: storage.PathLike, storage_options: Any | None = None
     ) -> None:
-        """Write a file.
+        """Write a checkpoint to a file.
 
         Raises:
             TypeError: ``storage_options`` are given, which this class does not support.
-            MisconfigurationException: ``torch.load(weights_only=True)`` could not read something in it.
+            MisconfigurationException: ``torch.load(weights_only=True)`` could not read a value in the checkpoint.
             OSError: the file could not be written; the earlier one is intact.
         """
         self._check_options(storage_options)
@@ -175,11 +178,11 @@ class TorchCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: storage.PathLike, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a file from lockstep or Lightning 2.x, or a folder of parts, completely.
+        """Read a complete checkpoint: a file from lockstep or Lightning 2.x, or a folder that ranks wrote in parts.
 
         Raises:
-            CorruptCheckpoint: it is truncated or altered, or is not a checkpoint.
-            MisconfigurationException: it contains objects of other classes, which need ``weights_only=False``.
+            CorruptCheckpoint: the file is truncated or altered, or is not a checkpoint.
+            MisconfigurationException: the file contains objects of other classes, which need ``weights_only=False``.
             FileNotFoundError: the checkpoint does not exist.
         """
         from lockstep.checkpoint import sharded  # it reads files, too; a run that loads none does without
@@ -242,7 +245,7 @@ class AsyncCheckpointIO(CheckpointIO):
         """Copy a checkpoint to the CPU, and write the copy in the background.
 
         Raises:
-            Exception: an earlier one could not be written; this one is not started.
+            Exception: an earlier checkpoint could not be written; the new one is not started.
         """
         with self._changed:
             self._changed.wait_for(lambda: sum(is_save for _, is_save in self._queue) < COPIES)
@@ -276,7 +279,10 @@ class AsyncCheckpointIO(CheckpointIO):
         self.then(partial(self.checkpoint_io.remove_checkpoint, path))
 
     def then(self, action: Callable[[], Any]) -> None:
-        """Run an action after all earlier saves are complete; not at all if one of them failed."""
+        """Run an action after all earlier saves are complete.
+
+        If one of the saves has failed, the action does not run.
+        """
         self._append(partial(self.checkpoint_io.then, action), is_save=False)
 
     def wait(self) -> None:
@@ -289,7 +295,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._raise_error()
 
     def teardown(self) -> None:
-        """Wait until all scheduled writes are complete, and release the memory of copies.
+        """Wait until all scheduled writes are complete, and release the memory that held the copies.
 
         Raises:
             Exception: a write failed.
@@ -398,8 +404,8 @@ class CheckpointWriter:
         """Write a checkpoint. Call this on rank 0 alone, or on all ranks if ``sharded``.
 
         Args:
-            checkpoint: the run, or this rank's part of it.
-            path: the same on all ranks.
+            checkpoint: the state of the run, or this rank's part of the state.
+            path: path of the checkpoint, the same on all ranks.
             storage_options: options of the CheckpointIO.
             sharded: all ranks write, each its part.
 

@@ -1,4 +1,4 @@
-"""Loading of weights from a folder of safetensors, such as transformers writes, into unsharded or sharded modules."""
+"""Loading of weights from a folder of safetensors files into modules, which may be sharded."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class WeightFiles:
         shapes: shapes of all tensors, by name.
 
     Raises:
-        MisconfigurationException: the folder is not of this kind.
+        MisconfigurationException: the folder contains no such files.
         CorruptCheckpoint: a part is missing or truncated.
     """
 
@@ -104,7 +104,7 @@ class WeightFiles:
                 raise CorruptCheckpoint(DAMAGED.format(folder=str(self.folder), name=path.name, error=error)) from None
 
     def _parts(self) -> dict[Path, Collection[str] | None]:
-        """Return the weight files, each with the names of its tensors in the index; None without an index."""
+        """Map each weight file to the names of its tensors in the index; to None if the folder has no index."""
         folder, one = str(self.folder), self.folder / ONE_FILE
         # before an index, as in `from_pretrained`: a model that was once saved in parts leaves its index
         if one.is_file():
@@ -129,7 +129,10 @@ class WeightFiles:
         return {**keys}
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
-        """Read a tensor, or the part in ``box``. The result is mapped from the file; copy it before changing it."""
+        """Read a tensor, or only the part in ``box``.
+
+        The result uses the memory into which the file is mapped; copy it before changing it.
+        """
         # opened for each read: the mapping ends with the returned tensor, and its pages do not accumulate in memory
         with self._open(self._file_of[key], framework="pt") as file:
             part: Tensor = file.get_slice(key)[tuple(box) if box else ...]
@@ -170,7 +173,7 @@ class Loading:
         """Raise if tensors are still to be loaded, because their layers have been replaced.
 
         Raises:
-            MisconfigurationException: with their names.
+            MisconfigurationException: the message names the tensors.
         """
         if self.waiting:
             names = shown(sorted(self.waiting))
@@ -181,13 +184,13 @@ class Loading:
 
 @dataclass(frozen=True)
 class Source:
-    """The names in a folder, and a conversion, from which a parameter or buffer is loaded.
+    """Where one tensor of the model comes from: names in a folder's files, and a conversion if needed.
 
     Attributes:
         loading: the call of `load_pretrained`.
         name: name in the model.
         shape: shape of the full tensor.
-        keys: names in the files; several if a conversion of transformers makes one tensor from them.
+        keys: names in the files; several if a conversion of transformers makes the tensor from several.
         conversion: function that runs transformers' ``WeightConverter`` and returns the tensor; None: no conversion.
     """
 
@@ -198,14 +201,17 @@ class Source:
     conversion: Callable[[], Tensor] | None = None
 
     def read(self, box: Box | None = None) -> Tensor:
-        """Read the values, or the part in ``box``, with the dtype of the files."""
+        """Read the tensor, or only the part in ``box``, with the dtype of the files."""
         if self.conversion is None:
             return self.loading.files.read(self.keys[0], box)
         whole = self.conversion()
         return whole[tuple(box)] if box else whole
 
     def read_flat(self, start: int, size: int) -> Tensor:
-        """Read ``size`` elements of the flattened tensor from ``start`` on; only rows that contain them are read."""
+        """Read ``size`` elements of the flattened tensor from ``start`` on.
+
+        Only the rows of the tensor that contain these elements are read.
+        """
         if not self.shape:
             return self.read().reshape(-1)
         row = max(1, self.shape[1:].numel())
@@ -280,7 +286,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_s
 
 
 def _keep_dtypes(model: Any, places: Mapping[str, Place]) -> None:
-    """Convert tensors that transformers keeps in float32 to float32 in a model of any dtype.
+    """Convert to float32 the tensors that transformers keeps in float32 in a model of any dtype.
 
     These are computed buffers (rotary tables, for example), and tensors that the model's class names.
     """
@@ -328,7 +334,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def _sources(model: nn.Module, loading: Loading, places: Mapping[str, Place]) -> tuple[dict[str, Source], list[str]]:
-    """Return the source of each tensor in the model, and the folder's names that the model lacks."""
+    """Return a source for each tensor in the model, and the names in the folder that the model lacks."""
     if is_of_transformers(model):
         return _as_transformers(model, loading, places)
     keys = loading.files.shapes
@@ -341,7 +347,7 @@ def _as_it_is(loading: Loading, name: str, key: str) -> Source:
 
 
 def _as_transformers(model: Any, loading: Loading, places: Mapping[str, Place]) -> tuple[dict[str, Source], list[str]]:
-    """Implement `_sources` for models of transformers, with its own functions for renaming and conversion."""
+    """Do the work of `_sources` for models of transformers, with transformers' renamings and conversions."""
     loader, mapping = _loader(model, str(loading.files.folder))
     renamings = [each for each in mapping if isinstance(each, loader.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, loader.WeightConverter)]
@@ -381,7 +387,7 @@ def _loader(model: Any, folder: str) -> tuple[Any, list[Any]]:
 def _converted(
     model: Any, loading: Loading, known: Mapping[str, bool], first: str, converter: Any, keys: list[tuple[str, str]]
 ) -> dict[str, Source]:
-    """Return the sources of all tensors that a ``WeightConverter`` creates from some names in the files."""
+    """Return a source for each tensor that a ``WeightConverter`` of transformers makes from the tensors ``keys``."""
 
     def convert(read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         own = deepcopy(converter)
@@ -407,7 +413,10 @@ def _converted(
 def _refuse_other_shapes(
     found: dict[str, Source], places: Mapping[str, Place], loading: Loading, passes_over: bool
 ) -> set[str]:
-    """Raise for tensors whose shape differs from the model's; with ``passes_over`` remove them and warn."""
+    """Raise if tensors in the folder have other shapes than in the model.
+
+    With ``passes_over`` warn instead, and remove these tensors from ``found``. Return their names.
+    """
     wanted = {name: tensor_at(*places[name]).shape for name in found}
     wrong = {name for name, source in found.items() if source.shape != wanted[name]}
     if not wrong:
@@ -431,7 +440,7 @@ def _refuse_other_shapes(
 
 
 def _resolve_ties(model: nn.Module, found: dict[str, Source], places: Mapping[str, Place]) -> list[str]:
-    """Assign one source to all names of a tied tensor; return the names without a source.
+    """Assign one source to all names of a tied tensor; return the first name of each tensor without a source.
 
     Tied names with different values in the files are untied, as in ``from_pretrained``.
     """
@@ -528,7 +537,7 @@ def check_shapes(module: nn.Module) -> None:
     """Raise if the shape of a tensor has changed since `load_pretrained`.
 
     Raises:
-        MisconfigurationException: with the name of the tensor.
+        MisconfigurationException: a shape has changed; the message names the tensor.
     """
     for layer, own, source in planned(module):
         now = tensor_at(layer, own).shape

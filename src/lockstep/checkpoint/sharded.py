@@ -115,7 +115,7 @@ def split(checkpoint: Mapping[str, Any], rank: int | None = None) -> FolderParts
     Tensors in the states of the module and the optimizers are stored separately, and DTensors anywhere.
 
     Args:
-        checkpoint: a dict from `lockstep.loop.state.collect`, or one that was read.
+        checkpoint: a dict from `lockstep.loop.state.collect`, or a checkpoint that was read.
         rank: the rank of this process; None: one process writes the parts of all ranks.
     """
     parts = FolderParts()
@@ -140,7 +140,7 @@ def split(checkpoint: Mapping[str, Any], rank: int | None = None) -> FolderParts
 
 
 def _optimizer(state: Any, number: int, tensors: dict[str, Any]) -> Any:
-    """Move the tensors of an optimizer's state dict to `tensors`, and replace them with marks."""
+    """Move the tensors of an optimizer's state dict to `tensors`; leave a mark with the name of each in its place."""
     if not isinstance(state, dict):
         return state
     each = _move_tensors(state.get("state", {}), (f"optimizer_{number}", "state"), tensors, whole=True)
@@ -150,7 +150,9 @@ def _optimizer(state: Any, number: int, tensors: dict[str, Any]) -> Any:
 def _move_tensors(
     value: Any, path: tuple[str, ...], tensors: dict[str, Any], whole: bool, inside: tuple[int, ...] = ()
 ) -> Any:
-    """Move the tensors of a nested value to `tensors`, and return the value with marks in their place.
+    """Move the tensors of a nested value to `tensors`.
+
+    The returned value contains a mark, with the tensor's name, in the place of each.
 
     Args:
         value: a tree of dicts, lists and tuples; derived classes are left unchanged.
@@ -250,7 +252,7 @@ class Index:
         """Read the index of a folder.
 
         Raises:
-            CorruptCheckpoint: it is missing, not as it was written, or written by a later lockstep.
+            CorruptCheckpoint: the index is missing or damaged, or was written by a later version of lockstep.
         """
         name = storage.inside(folder, INDEX)
         try:
@@ -291,7 +293,7 @@ def check_files(folder: PathLike, index: Index, names: list[str] | None = None) 
 
     Args:
         folder: the folder.
-        index: its index.
+        index: the folder's index.
         names: names of the files whose hashes are checked; None: all.
 
     Raises:
@@ -341,7 +343,7 @@ def _files_to_check(files: Mapping[str, dict[str, Any]], rank: int, world: int) 
 
 
 class OnRank(RankFailed):
-    """Error raised on ranks that have not failed themselves, because another rank has failed."""
+    """Error that ranks raise because another rank has failed, although they have not failed themselves."""
 
 
 def together(act: Callable[[], T], conclude: Callable[[list[T]], list[R]], group: comm.Group = None) -> R:
@@ -420,11 +422,11 @@ def write(parts: FolderParts, planner: Planner, path: PathLike, group: comm.Grou
 
 
 def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike, group: comm.Group = None) -> None:
-    """Write a folder with a given function, completely or not at all, and index its files. Collective.
+    """Let a given function write a folder, completely or not at all, and index the folder's files. Collective.
 
     Args:
         save: writes into the folder, on all ranks.
-        about: entry for the index.
+        about: what the index records about the writer; see `Index`.
         path: as in `write`, but a URL is refused; errors as in `write`.
         group: as in `write`.
     """
@@ -581,8 +583,8 @@ def load(
         weights_only: as in `lockstep.checkpoint.format.load`; the tensors of a folder cannot contain code.
 
     Raises:
-        CorruptCheckpoint: it is truncated or altered, or is not a checkpoint.
-        MisconfigurationException: it contains objects of other classes, which need ``weights_only=False``.
+        CorruptCheckpoint: the checkpoint is truncated or altered, or is no checkpoint.
+        MisconfigurationException: a file contains objects of other classes, which need ``weights_only=False``.
         FileNotFoundError: the checkpoint does not exist.
     """
     if not is_sharded(path):
@@ -666,7 +668,9 @@ that saved, and whether these ranks had accumulated gradients."""
 
 
 def load_parts(path: PathLike, place: Place, needs: Needs, weights_only: bool | None = None) -> dict[str, Any]:
-    """Read this rank's parts of the tensors, and the rank-specific state that it needs, from a folder. Collective.
+    """Read this rank's share of a checkpoint from a folder of parts. Collective.
+
+    The share is this rank's part of each tensor, and the states of those ranks that ``needs`` returns.
 
     Each file is hashed by one rank. A damaged file is an error on all ranks.
 
@@ -715,7 +719,7 @@ def _index(folder: PathLike) -> Index | None:
 
 
 def _read_checked_index(folder: PathLike) -> Index | None:
-    """Read the index of a folder, and raise if a file differs from its entry."""
+    """Read the index of a folder, and raise if a file differs in size or hash from its entry there."""
     index = _index(folder)
     if index is not None:
         check_files(folder, index)
@@ -756,7 +760,7 @@ class _Reading:
         self._has_ranks = "ranks" in self.meta.get(OWN, {})
 
     def tensors(self, place: Place) -> dict[str, Tensor]:
-        """Read all tensors into destinations from `place`; return them by name."""
+        """Read all tensors, each into the destination that `place` creates for it; return them by name."""
         from lockstep.checkpoint import dcp
 
         known = dcp.tensors_in(self.metadata)
@@ -779,7 +783,7 @@ class _Reading:
         return {name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta") for name, entry in known}
 
     def whole(self, tensors: Mapping[str, Tensor], mine: Any) -> dict[str, Any]:
-        """Assemble the checkpoint's dict; read the rank-specific state only of the ranks in ``mine``."""
+        """Assemble the checkpoint's dict, with the rank-specific states of the ranks in ``mine`` only."""
         ranks: list[Any] = [{} for _ in range(self.ranks)]
         for rank in mine:
             part = format.load(storage.inside(self.folder, f"rank_{rank}.pt"), "cpu")

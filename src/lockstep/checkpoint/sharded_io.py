@@ -64,7 +64,7 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
         """Copy this rank's part to the CPU, and write the copy in the background. Collective.
 
         Raises:
-            Exception: an earlier one could not be written; this one is not started.
+            Exception: an earlier checkpoint could not be written; the new one is not started.
         """
         if storage_options is not None:
             self.checkpoint_io.save_checkpoint({}, path, storage_options)  # it refuses them
@@ -81,7 +81,7 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
         self._write_later(partial(sharded.write, parts, planner, path, self._group), path)
 
     def _agree(self) -> None:
-        """Wait for the current write, and raise on all ranks if it has failed on any rank. Collective."""
+        """Wait for the current write; if it has failed on any rank, raise on all ranks. Collective."""
         error: Exception | None = None
         try:
             self.wait()

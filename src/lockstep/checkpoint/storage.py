@@ -57,7 +57,7 @@ def inside(folder: PathLike, name: str) -> str:
 
 
 def _stem(target: Path) -> str:
-    """Return the start of all temporary names for `target`."""
+    """Return the text with which all temporary names for `target` start."""
     # The name is cut: with all suffixes it must not exceed 255 bytes.
     return f".{target.name.encode()[:180].decode(errors='ignore')}."
 
@@ -129,7 +129,9 @@ def _replacing_remote(path: PathLike) -> Iterator[IO[bytes]]:
 
 
 class NewFolder:
-    """A temporary folder that :meth:`commit` renames to `target`; until then an earlier folder there stays intact.
+    """A temporary folder that :meth:`commit` renames to `target`.
+
+    Until then, an earlier folder with the name `target` stays intact.
 
     Half-written folders from a killed process are removed by the next successful write to `target`. Missing parent
     folders are created.
@@ -210,7 +212,7 @@ class NewRemoteFolder:
         system.makedirs(f"{name}/{self.prefix[:-1]}", exist_ok=True)
 
     def commit(self, index: bytes) -> None:
-        """Write the index, which makes the checkpoint complete, and delete the files of an earlier one."""
+        """Write the index, which makes the checkpoint complete; delete the files of an earlier checkpoint there."""
         with replacing(inside(self._target, INDEX)) as file:
             file.write(index)
         self._is_there = True
@@ -257,7 +259,10 @@ _RACES = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISD
 
 
 def _take_place(temporary: Path, target: Path) -> None:
-    """Rename a complete file, link or folder to `target`, and replace anything there except a folder without index."""
+    """Rename a complete file, link or folder to `target`, and replace what is there.
+
+    A folder without an index, which is no checkpoint, is not replaced.
+    """
     for tries_left in range(9, -1, -1):
         is_folder = target.is_dir() and not target.is_symlink()
         if is_folder:
@@ -279,7 +284,7 @@ def _take_place(temporary: Path, target: Path) -> None:
 def _exchange(temporary: Path, target: Path) -> Path:
     """Swap two names on the disk; return the new path of the earlier file or folder at `target`.
 
-    If the system cannot do that atomically, `target` does not exist for a moment.
+    If the system cannot swap names atomically, `target` does not exist for a moment.
     """
     swap = _renameat2()
     if swap is not None:
@@ -318,7 +323,10 @@ def _remove_tree(path: Path) -> None:
 
 
 def _lock(file: IO[bytes] | int) -> None:
-    """Lock a temporary file or folder while this process writes it, so that others do not delete it as a leftover."""
+    """Lock a temporary file or folder while this process writes it.
+
+    Other processes delete unlocked ones as leftovers.
+    """
     with contextlib.suppress(ImportError, OSError):  # no fcntl, or a file system without locks
         import fcntl
 
@@ -431,7 +439,7 @@ def reading(path: PathLike | IO[bytes]) -> Iterator[IO[bytes]]:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        IsADirectoryError: it is a folder.
+        IsADirectoryError: `path` is a folder.
     """
     if not isinstance(path, (str, os.PathLike)):
         path.seek(0)

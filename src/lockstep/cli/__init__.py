@@ -1,4 +1,4 @@
-"""LightningCLI, which builds a command line from signatures (extra "cli"), and the command `lockstep`."""
+"""LightningCLI, which builds a command line from signatures (extra ``cli``), and the command ``lockstep``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``lockstep checkpoint``: show a checkpoint, convert it to another format, or compare two."""
+"""``lockstep checkpoint``: show a checkpoint, convert it to another format, or compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def _write(found: dict[str, Any], kind: str, given: argparse.Namespace) -> None:
 
 
 def _diff(both: list[dict[str, Any]], everything: bool, rtol: float, atol: float) -> int:
-    """Print the differences between two checkpoints; return 1 if there are any, else 0."""
+    """Print the differences between two checkpoints; return 1 if they differ, else 0."""
     if not everything:
         # a file of weights has nothing else to compare
         only_weights = any("optimizer_states" not in found for found in both)

@@ -1,4 +1,4 @@
-"""``lockstep env``: show versions, devices, the detected cluster with the reason, and lockstep's variables."""
+"""``lockstep env``: show versions, devices, the cluster and why it was detected, and lockstep's variables."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def env(words: Sequence[str]) -> int:
 
 
 def report() -> Report:
-    """Collect versions, devices, cluster and variables of this process."""
+    """Collect the versions, the devices, the cluster and the environment variables of this process."""
     finding = explained()
     world = finding.world
     return {
@@ -102,7 +102,7 @@ def report() -> Report:
 
 
 def without_names(found: Report) -> Report:
-    """Replace the names of hosts and users in a report, and shorten paths, so that it can be published.
+    """Remove the names of hosts and users from a report, and shorten paths, so that it can be published.
 
     Example:
         >>> shortened("/home/ada/runs/first on node7", {"node7": "HOST"})

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command ``lockstep`` and return its exit code.
 
     Args:
-        argv: arguments that follow ``lockstep``; None: those of this process.
+        argv: arguments that follow ``lockstep``; None: the arguments of this process.
     """
     try:
         code = _run_command(argv)
@@ -100,7 +100,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run ``lockstep run``: start the ranks, wait for them, and return the exit code.
+    """Run ``lockstep run``: start the ranks, wait until they end, and return the exit code.
 
     Raises:
         MisconfigurationException: an option is wrong, this process is a rank itself, or the port is in use.
@@ -112,7 +112,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def planned(words: Sequence[str]) -> LaunchPlan:
-    """Parse the arguments of ``lockstep run`` into a plan.
+    """Parse the arguments of ``lockstep run`` into a LaunchPlan, which describes the ranks to start.
 
     Raises:
         MisconfigurationException: an option is wrong.
@@ -265,7 +265,7 @@ def split(words: list[str], parser: CommandParser) -> tuple[argparse.Namespace, 
 
 
 def _split_options(words: list[str], takes: dict[str, bool]) -> tuple[list[str], list[str]]:
-    """Return the leading options with their values, and the remaining words."""
+    """Split a command line after the last of its leading options (with their values); return both parts."""
     at = 0
     while at < len(words):
         name, equals, _ = words[at].partition("=")

@@ -1,4 +1,4 @@
-"""Loggers: destinations of metrics and hyperparameters. This file only re-exports."""
+"""Loggers: destinations of metrics and hyperparameters. This file only re-exports their classes."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Logger(ABC):
         return "/"
 
     def share(self, broadcast: Callable[[Any], Any]) -> None:  # noqa: B027, optional
-        """Adopt on all ranks the values that rank 0 has chosen, such as the version. By default do nothing.
+        """Set this rank's values, such as the version, to those that rank 0 has chosen. By default do nothing.
 
         Args:
             broadcast: function that returns, on all ranks, the value that rank 0 passes.
@@ -240,7 +240,7 @@ class FolderLogger(Logger):
 
     @rank_zero_only
     def begin_hparams_file(self) -> None:
-        """Write the hyperparameters file if it does not exist, also if there are no hyperparameters."""
+        """Write the hyperparameters file if it does not exist, even if there are no hyperparameters to write."""
         # scripts for Lightning pass its name to `load_from_checkpoint`, also for modules without hyperparameters
         if not os.path.exists(os.path.join(self.log_dir, self.NAME_HPARAMS_FILE)):
             self._write_hparams()
@@ -342,7 +342,7 @@ class Upload:
 
 
 class SavesCheckpoints(Protocol):
-    """Attributes of a ModelCheckpoint that loggers read."""
+    """The attributes of a ModelCheckpoint that loggers read."""
 
     dirpath: str | None
     save_top_k: int
@@ -354,7 +354,7 @@ class SavesCheckpoints(Protocol):
 
 
 class Uploads:
-    """Schedule of checkpoint uploads by a logger's ``log_model``, with a record of the uploaded files.
+    """Schedule of a logger's checkpoint uploads, and record of the files that are uploaded.
 
     Args:
         when: False: never. ``"all"``: each checkpoint as soon as it is saved. True: the checkpoints that exist at
@@ -367,7 +367,7 @@ class Uploads:
         self._at_end: dict[int, SavesCheckpoints] = {}
 
     def after_save(self, callback: SavesCheckpoints) -> list[Upload]:
-        """Return the checkpoints to upload immediately, after `callback` has saved one."""
+        """Return the checkpoints to upload immediately; called after `callback` has saved a checkpoint."""
         if self.when == "all" or (self.when is True and callback.save_top_k == -1):
             return self.new(callback)
         if self.when is True:

@@ -26,7 +26,7 @@ class ExperimentWriter:
 
     Args:
         log_dir: local folder; created if needed.
-        append: add rows to an existing table. By default the table of an earlier run is renamed to
+        append: add rows to an existing table. If False, the table of an earlier run is renamed to
             ``metrics.1.csv`` (``.2`` ...).
     """
 

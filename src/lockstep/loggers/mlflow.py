@@ -183,7 +183,10 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Record numbers; warn about text, which is omitted, and about names that MLflow refuses, which are changed."""
+        """Record metrics that are numbers.
+
+        Text is omitted with a warning. A name that MLflow refuses is changed with a warning.
+        """
         from mlflow.entities import Metric
 
         now, found = int(time.time() * 1000), []

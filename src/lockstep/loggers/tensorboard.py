@@ -95,7 +95,7 @@ class TensorBoardLogger(FolderLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Record numbers, and dicts of numbers as several curves in one chart.
+        """Record metrics: a number as one curve, a dict of numbers as several curves in one chart.
 
         Raises:
             ValueError: a value is neither a number nor a dict of numbers.
@@ -135,7 +135,7 @@ class TensorBoardLogger(FolderLogger):
 
     @rank_zero_only
     def log_graph(self, model: Module, input_array: Tensor | tuple[Any, ...] | None = None) -> None:
-        """Record the model's graph if the logger has ``log_graph=True``; warn if there is no example input."""
+        """Record the model's graph if ``log_graph=True`` was passed to the logger; warn without an example input."""
         if not self._log_graph:
             return
         example = getattr(model, "example_input_array", None) if input_array is None else input_array

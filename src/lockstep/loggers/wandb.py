@@ -201,13 +201,13 @@ class WandbLogger(Logger):
             model: module to watch.
             log: ``"gradients"``, ``"parameters"``, ``"all"``, or None for the graph alone.
             log_freq: number of backward passes between two records.
-            log_graph: record the structure of the model too.
+            log_graph: also record the structure of the model.
         """
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     @rank_zero_only
     def unwatch(self, model: Module | None = None) -> None:
-        """Remove the hooks of :meth:`watch` from `model`; None: from all models."""
+        """Remove the hooks of :meth:`watch` from `model`, or from all models if it is None."""
         self.experiment.unwatch(model)
 
     @rank_zero_only
@@ -308,7 +308,7 @@ class WandbLogger(Logger):
             artifact: name of the artifact: ``"entity/project/model-<run id>:best"``.
             save_dir: target folder; None: the one that W&B chooses.
             artifact_type: type that the artifact must have.
-            use_artifact: record it as an input of the run of this process, if there is one.
+            use_artifact: record the artifact as an input of this process's run, if there is a run.
 
         Returns:
             the folder of the downloaded files.

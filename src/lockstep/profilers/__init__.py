@@ -1,4 +1,4 @@
-"""Profilers, which measure the parts of a run. This file only re-exports."""
+"""Profilers, which measure the parts of a run. This file only re-exports their classes."""
 
 from __future__ import annotations
 

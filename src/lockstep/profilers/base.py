@@ -124,14 +124,14 @@ class Profiler(ABC):
     # -- for derived classes -------------------------------------------------------------------------------
 
     def file_name(self, action_name: str | None = None, extension: str = ".txt") -> str:
-        """Return the name for an output file, from stage, ``filename``, rank and action."""
+        """Return the name of an output file, made from the stage, ``filename``, the rank and the action."""
         parts = [self._stage, self.filename, None if self._rank is None else str(self._rank), action_name]
         name = "-".join(part for part in parts if part)
         # actions have names such as "[Callback]X{...}.on_fit_start": replace what some file systems refuse
         return (re.sub(r'[\\/:*?"<>|\s_]+', "_", name).strip("_") or "profile") + extension
 
     def report(self, parts: dict[str, str]) -> str:
-        """Format a report with a headline, and a section for each action in `parts`."""
+        """Format a report: a headline, and a section for each action in `parts` (text by action)."""
         stage = f"{self._stage.upper()} " if self._stage is not None else ""
         rank = "" if self._rank is None else f" rank: {self._rank}"
         lines = [f"{stage}Profiler Report"]

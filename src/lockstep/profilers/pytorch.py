@@ -111,7 +111,10 @@ class PyTorchProfiler(Profiler):
         self._tables: dict[str, str] = {}
 
     def observe(self, module: nn.Module | None) -> None:
-        """Attach to a LightningModule, to label its submodules and count its steps; called by the Trainer."""
+        """Attach to a LightningModule, to label its submodules in recordings and to count its steps.
+
+        The Trainer calls this method.
+        """
         # weak: a profiler may outlive the fit, and would keep the module's memory
         self._module = _nothing if module is None else weakref.ref(module)
 
@@ -217,7 +220,7 @@ class PyTorchProfiler(Profiler):
 
 
 class StepSchedule:
-    """Schedule for torch's profiler that runs once for each step method, and counts its steps separately.
+    """Schedule for torch's profiler that counts the steps of each step method separately.
 
     Args:
         given: schedule for each step method; maps a step's number to a ``ProfilerAction``.
@@ -233,11 +236,14 @@ class StepSchedule:
         self._last = ProfilerAction.NONE
 
     def counts_now(self, step: str) -> bool:
-        """Return True unless a different step method is being recorded now."""
+        """Return True if steps of the method ``step`` count now, because no other step method is being recorded."""
         return self._busy in (None, step)
 
     def __call__(self, number: int) -> ProfilerAction:
-        """Return the profiler's action for the next step; ``number`` is torch's count of steps, which is ignored."""
+        """Return the profiler's action for the next step.
+
+        ``number``, torch's count of steps, is ignored.
+        """
         step = self.current
         if step is None:
             return self.given(0)

@@ -1,4 +1,4 @@
-"""Tools for testing training code, such as small models and a comparison of strategies with one process."""
+"""Tools for testing training code: small models, and a comparison of strategies with a single process."""
 
 from __future__ import annotations
 

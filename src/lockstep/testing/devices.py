@@ -1,4 +1,4 @@
-"""Choice of the device on which tests run, by the variable ``LOCKSTEP_TEST_ACCELERATOR``; default: the CPU."""
+"""Choice of the device on which tests run: ``LOCKSTEP_TEST_ACCELERATOR``, or the CPU if it is not set."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class RankDifference:
-    """A difference between the strategy and the single process in one step.
+    """A difference between the run with the strategy and the run on a single process in one step.
 
     Attributes:
         step: the optimizer step, counted from 0.
@@ -84,7 +84,7 @@ class EquivalenceReport:
     Attributes:
         title: the strategy and settings that were compared with a single process.
         steps: number of optimizer steps.
-        differences: differences by step and kind, the largest first within each.
+        differences: differences, sorted by step and kind; those of one step and kind by size, largest first.
         cause: probable cause of the first differences; "" if there are none.
         largest: largest relative difference within the tolerance.
         traffic: for each step, the number of gradient reductions of a rank and their bytes; the maximum over the ranks.
@@ -102,7 +102,7 @@ class EquivalenceReport:
 
     @property
     def first(self) -> tuple[RankDifference, ...]:
-        """Differences of the first kind in the first wrong step; all later ones may follow from these."""
+        """Differences of the first kind in the first step that has any; all later differences may follow from them."""
         start = self.differences[:1]
         return tuple(d for d in self.differences if (d.step, d.what) == (start[0].step, start[0].what))
 
@@ -120,7 +120,7 @@ class EquivalenceReport:
 
 @dataclass(frozen=True)
 class RankFinding:
-    """A difference on one rank; equal ``digest`` values show that ranks have the same wrong tensor."""
+    """A difference on one rank; ranks with equal ``digest`` have the same wrong tensor."""
 
     step: int
     what: str
@@ -132,7 +132,7 @@ class RankFinding:
 
 @dataclass
 class Witness:
-    """Observations of one rank during the run with the strategy."""
+    """What one rank has observed during the run with the strategy."""
 
     findings: list[RankFinding] = field(default_factory=list)
     largest: float = 0.0
@@ -148,7 +148,7 @@ class Witness:
     """Number of gradient reductions up to the end of each step, and their bytes."""
 
     def forward(self, step: int, weight: float, buffers: Iterable[tuple[str, Tensor]]) -> None:
-        """Record at the start of a forward its number of samples, and the buffers."""
+        """Record, at the start of a forward, its number of samples and the buffers' values."""
         seen = {}
         for name, buffer in buffers:
             found = buffer.detach().cpu()
@@ -171,7 +171,7 @@ def digest(tensor: Tensor | None) -> str:
 
 
 def judge(title: str, steps: int, ranks: list[Witness]) -> EquivalenceReport:
-    """Combine the observations of all ranks into a report."""
+    """Combine what all ranks have observed into a report."""
     by_place: dict[tuple[int, str, str], dict[int, RankFinding]] = defaultdict(dict)
     for rank, witness in enumerate(ranks):
         for finding in witness.findings:
@@ -191,7 +191,7 @@ def judge(title: str, steps: int, ranks: list[Witness]) -> EquivalenceReport:
 
 
 def _stale_buffers(ranks: list[Witness]) -> list[RankDifference]:
-    """Return differences for buffers that differed between ranks in every forward of a step."""
+    """Return a difference for each buffer that differed between ranks in every forward of a step."""
     found = []
     for step, forwards in ranks[0].buffers.items():
         for name in forwards[0] if forwards else ():
@@ -345,7 +345,7 @@ def _trainer(flags: dict[str, Any], observer: Callback, seed: int) -> Trainer:
 
 
 class _AloneEnvironment(ClusterEnvironment):
-    """Environment of a single process, which ignores a launcher's variables."""
+    """Environment of a run on a single process, which ignores the variables that a launcher has set."""
 
     creates_processes_externally = True
     main_address = "127.0.0.1"
@@ -377,14 +377,14 @@ class _Observation:
 
 
 class _Observer(Callback):
-    """A callback that observes gradients and parameters at the points where two runs must agree."""
+    """A callback that observes gradients and parameters at the points where the two runs must agree."""
 
     def __init__(self) -> None:
         self._reduced = -1  # the newest step whose gradient was taken
         self._updated = 0
 
     def take(self, observation: _Observation) -> None:
-        """Process an observation; all runs make observations in the same order."""
+        """Process an observation; both runs make the same observations in the same order."""
         raise NotImplementedError
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -527,7 +527,10 @@ def _size(tensor: Tensor | None) -> float:
 
 
 def _distance(found: Tensor | None, expected: Tensor | None) -> float:
-    """Return the largest absolute difference; infinite if only one is None, which an optimizer skips unlike zeros."""
+    """Return the largest absolute difference between two tensors, or infinity if only one of them is None.
+
+    None is not the same as zeros, because an optimizer skips a parameter without gradient.
+    """
     if found is None or expected is None:
         return 0.0 if found is expected else math.inf
     return _size(found.to(expected.dtype) - expected)

@@ -31,7 +31,7 @@ def register() -> None:
 
 
 def tensors(values: Sequence[Any]) -> list[Tensor]:
-    """Return all tensors in nested lists and tuples."""
+    """Return a list of all tensors in nested lists and tuples."""
     found: list[Tensor] = []
     for each in values:
         if isinstance(each, Tensor):
@@ -42,7 +42,7 @@ def tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to each tensor in nested lists and tuples."""
+    """Return nested lists and tuples in which a function has been applied to each tensor."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -85,7 +85,7 @@ class HostWork(GroupWork):
 
     Args:
         work: gloo's work.
-        copies: tensors of the device that receive a result, each with its copy on the host.
+        copies: pairs of a tensor of the device that receives a result, and the tensor's copy on the host.
         result: result of the collective.
         divisor: number by which the results are divided, for means, which gloo does not have.
     """
@@ -115,7 +115,10 @@ class HostWork(GroupWork):
 
 
 class HostGroup(_Group):
-    """A process group that copies CUDA tensors to the CPU and sends them with gloo; CPU tensors have another group."""
+    """A process group that communicates CUDA tensors through copies on the CPU, with gloo.
+
+    CPU tensors are communicated by a separate gloo group.
+    """
 
     backend_name = BACKEND
     supports_splitting = supports_coalescing = supports_time_estimate = False
@@ -136,12 +139,12 @@ class HostGroup(_Group):
         return self._gloos["cpu"]
 
     def _do(self, name: str, *args: Any, result: Any = None) -> Any:
-        """Start a gloo collective with copies of device tensors.
+        """Start a gloo collective on copies of the arguments that are device tensors.
 
         Args:
             name: name of gloo's method.
-            *args: its arguments, with tensors of the device.
-            result: the tensors among them that receive a result.
+            *args: the method's arguments, which contain tensors of the device.
+            result: those arguments that receive a result.
         """
         found = tensors(args)
         if all(each.device.type == "cpu" for each in found):

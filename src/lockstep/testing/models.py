@@ -88,7 +88,7 @@ class BoringModel(LightningModule):
         return nn.functional.mse_loss(predictions, torch.ones_like(predictions) if labels is None else labels)
 
     def step(self, batch: Tensor) -> Tensor:
-        """Return the loss for a batch; the result of every step method."""
+        """Return the loss for a batch. Training, validation and test steps call this method."""
         return self.loss(self(batch))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -16,7 +16,7 @@ class SharedCard(CUDAAccelerator):
     """An accelerator in which all ranks share one CUDA device, each in its own process.
 
     For tests only: ranks are not faster than one process, and the card holds the weights, gradients and optimizer
-    states of all of them. NCCL needs a card for each rank, so messages are sent through the host
+    states of all ranks. NCCL needs a card for each rank, so messages are sent through the host
     (`lockstep.testing.host_group`), unless the strategy names a backend: ``DDPStrategy(process_group_backend=...)``.
 
     Args:
@@ -34,7 +34,7 @@ class SharedCard(CUDAAccelerator):
         self.number = number
 
     def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
-        """Return the device once for each rank; ``"auto"`` means one rank."""
+        """Return a list with the same device for each rank; ``"auto"`` means one rank."""
         count = 1 if devices == "auto" else devices
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise MisconfigurationException(

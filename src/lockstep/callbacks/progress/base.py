@@ -43,7 +43,10 @@ class Meter:
         self._next = self._started
 
     def due(self, done: int) -> bool:
-        """Return True if the bar should be redrawn after ``done`` batches; called in every step, so it must be fast."""
+        """Return True if the bar should be redrawn after ``done`` batches.
+
+        The method is called in every step, so it must be fast.
+        """
         if self._first is None:
             # a resumed epoch starts in its middle: the skipped batches were not done in this time
             self._first = done - 1
@@ -54,7 +57,7 @@ class Meter:
         return True
 
     def pause(self) -> None:
-        """Exclude the time from now until :meth:`resume`, such as a validation within an epoch."""
+        """Stop counting time until :meth:`resume`, for example during a validation within an epoch."""
         self._paused_at = monotonic()
 
     def resume(self) -> None:
@@ -70,12 +73,12 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start of the loop, without pauses."""
+        """Seconds since the start of the loop, without the times between :meth:`pause` and :meth:`resume`."""
         return (self._paused_at or monotonic()) - self._started
 
     @property
     def rate(self) -> float:
-        """Batches per second so far; 0 before the first one."""
+        """Batches per second so far; 0 before the first batch."""
         return (self.done - self.first) / max(self.seconds, 1e-9)
 
     @property
@@ -230,7 +233,7 @@ class ProgressBar(Callback):
 
     @property
     def epoch_description(self) -> str:
-        """Description of the current epoch, with the last one if known: ``Epoch 3/9``."""
+        """Description of the current epoch: ``Epoch 3/9``, where 9 is the number of the last epoch, if known."""
         last = self.trainer.max_epochs
         return f"Epoch {self.trainer.current_epoch}" + (f"/{last - 1}" if last is not None and last > 0 else "")
 
@@ -254,7 +257,7 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
-        """Number of batches in the current loader."""
+        """Number of batches in the loader that the current evaluation is reading."""
         assert self._current_eval_dataloader_idx is not None, "asked for a loader's total outside its batches"
         return _passes(self.trainer)[self._current_eval_dataloader_idx]
 
@@ -293,7 +296,7 @@ class PlainProgressBar(ProgressBar):
         self._epoch_began = self._next = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the interval before the first line."""
+        """Start the interval that must pass before the first line."""
         self._written, self._epoch = None, self.epoch_description  # a fit may resume within an epoch
         self._epoch_began = monotonic()
         self._next = self._epoch_began + self.interval
@@ -304,7 +307,7 @@ class PlainProgressBar(ProgressBar):
         self._epoch_began = monotonic()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write a line if one is due."""
+        """Write a line if the minimum interval since the previous line has passed."""
         if monotonic() >= self._next:
             self._write(trainer, pl_module)
 
@@ -500,7 +503,7 @@ def _evaluation(trainer: Trainer) -> str:
 
 
 def _passes(trainer: Trainer) -> list[int | float]:
-    """Return the number of batches in each loader of the current evaluation, or of the fit's validation.
+    """Return the number of batches of each loader in the current evaluation, or in the fit's validation.
 
     There is a single number if the loaders are combined into one.
     """
@@ -522,7 +525,10 @@ def in_notebook() -> bool:
 
 
 def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
-    """Return ``{"v_num": version}`` with the loggers' versions; a text is shortened to its last four characters."""
+    """Return ``{"v_num": version}`` with the loggers' versions, or an empty dict if there are none.
+
+    Of a version that is text, the last four characters are used.
+    """
     versions = list(dict.fromkeys(logger.version for logger in trainer.loggers if logger.version not in (None, "")))
     if not versions:
         return {}

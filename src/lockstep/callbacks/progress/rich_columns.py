@@ -65,8 +65,8 @@ class Speed(_Column):
 class FromTop(LiveRender):
     """A rich renderer that starts at the cursor's position, and returns the cursor there after drawing.
 
-    rich leaves the cursor at their end, where another rank's traceback would continue the line, and moves up to
-    redraw them, over the last lines of that traceback.
+    rich itself leaves the cursor at the end of the bars, where another rank's traceback would continue the line. To
+    redraw the bars it moves up, and overwrites the last lines of the traceback.
 
     Attributes:
         stays: True to leave the cursor at the end, for output after the bars.
@@ -91,7 +91,7 @@ class Bars(Progress):
     """A ``rich.progress.Progress`` with a line of metrics below the bars.
 
     Attributes:
-        metrics: the metrics in that line.
+        metrics: the metrics in the line below the bars.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class TQDMProgressBar(DrawnProgressBar):
 
     @property
     def process_position(self) -> int:
-        """Number of pairs of lines to leave free above the bars."""
+        """Number of pairs of lines that stay free above the bars, for example for bars of other processes."""
         return self._process_position
 
     def disable(self) -> None:
@@ -240,7 +240,7 @@ def convert_inf(x: int | float | None) -> int | float | None:
 
 
 def _tqdm() -> Any:
-    """Import tqdm, and return a subclass without tqdm's thread and interprocess lock."""
+    """Import tqdm, and return a subclass that uses neither tqdm's monitor thread nor its interprocess lock."""
     global _class
     if _class is None:
         if in_notebook() and find_spec("ipywidgets"):
@@ -273,7 +273,10 @@ _class: Any = None
 
 
 def __getattr__(name: str) -> Any:
-    """Return the bars' class for the name ``Tqdm``, which overrides such as ``init_train_tqdm`` may import."""
+    """Return the class of the bars for the name ``Tqdm``.
+
+    A subclass that overrides, for example, ``init_train_tqdm`` may import it.
+    """
     if name == "Tqdm":
         return _tqdm()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,1 +1,1 @@
-"""Optional callbacks and searches: averages of weights, pruning, spike detection, throughput, the Tuner."""
+"""Optional callbacks and the Tuner: averages of weights, pruning, spike detection, throughput, searches."""

@@ -1,4 +1,4 @@
-"""ModelPruning: sets weights to zero during training, with torch's pruning methods."""
+"""ModelPruning: sets elements of parameters to zero during training, with torch's pruning methods."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ METHODS: dict[str, tuple[Callable[..., Any], Any]] = {
 def find_method(
     pruning_fn: str | Callable[..., Any], is_global: bool, dim: int | None, norm: int | None
 ) -> tuple[Any, dict[str, Any]]:
-    """Resolve the arguments of ModelPruning to a pruning method and its keyword arguments.
+    """Resolve ModelPruning's arguments to a pruning method, and to the method's keyword arguments.
 
     Args:
         pruning_fn: the ``pruning_fn`` of ModelPruning.
-        is_global: its ``use_global_unstructured``.
-        dim: its ``pruning_dim``.
-        norm: its ``pruning_norm``.
+        is_global: the ``use_global_unstructured`` of ModelPruning.
+        dim: the ``pruning_dim`` of ModelPruning.
+        norm: the ``pruning_norm`` of ModelPruning.
 
     Returns:
         With ``is_global`` a class of pruning method, else a function ``fn(module, name=..., amount=...)``; and
@@ -113,7 +113,7 @@ ParameterList = Sequence[tuple[nn.Module, str]]
 
 
 class ModelPruning(Callback):
-    """Prunes parameters with ``torch.nn.utils.prune`` at the end of each epoch.
+    """Callback that prunes parameters with ``torch.nn.utils.prune`` at the end of each epoch.
 
     A pruned parameter ``weight`` becomes ``weight_orig`` with a buffer ``weight_mask``; the layer uses their product.
     Masks accumulate: each time, ``amount`` of the remaining elements is pruned.
@@ -214,14 +214,17 @@ class ModelPruning(Callback):
     # -- the parameters to prune ---------------------------------------------------------------------------
 
     def filter_parameters_to_prune(self, parameters_to_prune: ParameterList = ()) -> ParameterList:
-        """Return the pairs ``(module, name)`` to prune. Override it to select; by default all are pruned."""
+        """Return the pairs ``(module, name)`` to prune; by default all of ``parameters_to_prune``.
+
+        Override this method to select some of them.
+        """
         return parameters_to_prune
 
     @staticmethod
     def sanitize_parameters_to_prune(
         pl_module: nn.Module, parameters_to_prune: ParameterList = (), parameter_names: Sequence[str] = ()
     ) -> ParameterList:
-        """Return the given pairs to prune, or by default those of all layers.
+        """Return the pairs ``(module, name)`` to prune: the given pairs, or by default those of all layers.
 
         Raises:
             MisconfigurationException: an entry is not a pair ``(module, name)``, or is not in the model.
@@ -241,7 +244,7 @@ class ModelPruning(Callback):
     # -- hooks ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the parameters to prune, and save their initial values if they are needed later."""
+        """Find the parameters to prune; save their initial values if ``use_lottery_ticket_hypothesis`` needs them."""
         # After unpickling in another process, the pairs refer to modules of that process.
         if self._requested_names and not {id(part) for part, _ in self._requested} <= set(map(id, pl_module.modules())):
             self._requested = _by_name(pl_module, self._requested_names)
@@ -265,9 +268,9 @@ class ModelPruning(Callback):
         self._handle = pl_module.register_load_state_dict_pre_hook(partial(self._convert_loaded, stage == "fit"))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the masks of a resumed fit.
+        """Restore the masks that the checkpoint of a resumed fit contains.
 
-        They are restored here and not on loading, because optimizers and reducer must have the parameters first.
+        This happens here and not on loading, because the optimizers and the reducer must have the parameters first.
         """
         self._remove_hook()
         loaded, self._loaded = self._loaded, None
@@ -298,17 +301,17 @@ class ModelPruning(Callback):
             self._run(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """With ``make_pruning_permanent``, remove the masks. Pruned elements become zeros."""
+        """Remove the masks if ``make_pruning_permanent`` is True; pruned elements are then ordinary zeros."""
         if self._make_pruning_permanent:
             self._last_masks = self._masks()
             self.make_pruning_permanent(pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove the load hook from the model."""
+        """Remove from the model the hook that converts loaded state dicts."""
         self._remove_hook()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove the load hook from the model."""
+        """Remove from the model the hook that converts loaded state dicts."""
         self._remove_hook()
 
     def _remove_hook(self) -> None:
@@ -344,7 +347,7 @@ class ModelPruning(Callback):
                     tensor.copy_(first)
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune the given fraction or number of the remaining elements now."""
+        """Prune, at once, a fraction or a number of the elements that are not yet pruned."""
         before = self._zeros() if self._verbose else []
         if self._use_global_unstructured:
             # The user's class may not accept all of them, and torch passes on what it gets.
@@ -359,7 +362,7 @@ class ModelPruning(Callback):
 
     @torch.no_grad()
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Reset the pruned parameters to their initial values, or to new ones. Their masks are kept."""
+        """Reset the pruned parameters to their initial values, or to newly drawn values, and keep their masks."""
         shells: dict[int, nn.Module] = {}
         for name, (module, own) in zip(self._names, self._parameters_to_prune, strict=True):
             value = _value(module, own)
@@ -371,7 +374,7 @@ class ModelPruning(Callback):
                 value.copy_(shells[id(module)]._parameters[own])  # type: ignore[arg-type]
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
-        """Remove all masks inside ``module``. Pruned elements become zeros that can be trained again."""
+        """Remove all masks inside ``module``; pruned elements become zeros that training can change again."""
         for part in module.modules():
             for key, hook in list(part._forward_pre_hooks.items()):
                 if isinstance(hook, prune.BasePruningMethod):
@@ -379,7 +382,7 @@ class ModelPruning(Callback):
                     del part._forward_pre_hooks[key]
 
     def _zeros(self) -> list[tuple[int, int]]:
-        """Return the number of pruned elements and of all elements for each parameter."""
+        """Return for each parameter (number of pruned elements, number of all elements)."""
         masks = dict(self._live_masks())
         return [
             (int((masks[name] == 0).sum()) if name in masks else 0, value.numel()) for name, value in self._values()
@@ -398,7 +401,7 @@ class ModelPruning(Callback):
                 rank_zero_info("  %s by %s: %s -> %s", name, amount, share(*old), share(*new))
 
     def _values(self) -> list[tuple[str, Tensor]]:
-        """Return the unmasked parameters with their names."""
+        """Return (name, unmasked parameter) for each parameter to prune."""
         pairs = zip(self._names, self._parameters_to_prune, strict=True)
         return [(name, _value(module, own)) for name, (module, own) in pairs]
 
@@ -414,7 +417,7 @@ class ModelPruning(Callback):
 
     @property
     def state_key(self) -> str:
-        """Key of the callback's state. It contains the given parameters, so that keys of several callbacks differ."""
+        """Key of the callback's state, different for callbacks that were given different parameters."""
         if not self._requested:
             return super().state_key
         return self._generate_state_key(parameters=[_label(pair) for pair in self._requested])
@@ -428,11 +431,11 @@ class ModelPruning(Callback):
         return state if any(state.values()) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Store the state, which :meth:`on_fit_start` restores."""
+        """Store the state until :meth:`on_fit_start` restores it."""
         self._loaded = {key: dict(state_dict.get(key, {})) for key in ("masks", "hidden", "originals")}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """With ``make_pruning_permanent``, save pruned weights without masks. The model keeps its masks."""
+        """Save pruned weights without masks if ``make_pruning_permanent`` is True; the model keeps its masks."""
         if self._make_pruning_permanent:
             _merge(checkpoint["state_dict"], _pruned_names(pl_module))
 
@@ -455,17 +458,17 @@ class ModelPruning(Callback):
 
 
 def _has_parameter(module: nn.Module, name: str) -> bool:
-    """Return True if a module has a parameter, pruned or not."""
+    """Return True if a module has a parameter of this name, pruned or not."""
     return isinstance(module._parameters.get(name), nn.Parameter) or f"{name}_orig" in module._parameters
 
 
 def _is_pair(pair: object) -> bool:
-    """Return True if this is a pair ``(module, name)``."""
+    """Return True if the argument is a pair ``(module, name)``."""
     return isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(isinstance, pair, (nn.Module, str)))
 
 
 def _refuse_missing(modules: Sequence[nn.Module], pairs: ParameterList) -> None:
-    """Raise for pairs that are not among ``modules`` and their parameters."""
+    """Raise if the module of a pair is not among ``modules``, or does not have the parameter."""
     known = set(map(id, modules))
     strange = [type(module).__name__ for module, _ in pairs if id(module) not in known]
     lacking = [
@@ -481,7 +484,10 @@ def _refuse_missing(modules: Sequence[nn.Module], pairs: ParameterList) -> None:
 
 
 def _label(pair: object) -> str:
-    """Return class, shape and parameter name of a pair ``(module, name)`` as text. Invalid pairs are accepted."""
+    """Return a pair ``(module, name)`` as text: the module's class, the parameter's shape and name.
+
+    Invalid pairs are accepted.
+    """
     if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], nn.Module)):
         return repr(pair)
     value = getattr(pair[0], f"{pair[1]}_orig", getattr(pair[0], str(pair[1]), None))
@@ -522,7 +528,7 @@ def _reinitialized(module: nn.Module) -> nn.Module:
 
 
 def _pruned_names(module: nn.Module) -> list[str]:
-    """Return the names of all pruned parameters in a module, with every name of a shared submodule."""
+    """Return the names of all pruned parameters in a module; a shared submodule's parameters have several names."""
     return [
         f"{prefix}.{hook._tensor_name}" if prefix else hook._tensor_name
         for prefix, part in module.named_modules(remove_duplicate=False)
@@ -532,7 +538,7 @@ def _pruned_names(module: nn.Module) -> list[str]:
 
 
 def _merge(state: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Replace pruned parameters and their masks in a state_dict by products of the two."""
+    """Replace each pruned parameter and its mask in a state_dict by the product of the two."""
     changed = cast(dict[str, Any], state)
     for name in names:
         if f"{name}_orig" in changed and f"{name}_mask" in changed:

@@ -1,4 +1,4 @@
-"""SpikeDetection: ends training when the loss jumps, and records which batches to skip."""
+"""SpikeDetection: ends training when the loss jumps, and records the batches that the next run should skip."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAVED = ("last_val", "mode", "warmup", "atol", "rtol")
 
 
 class TrainingSpikeException(RuntimeError):
-    """Error that :class:`SpikeDetection` raises on every rank when the loss jumps.
+    """Error that :class:`SpikeDetection` raises on every rank when the loss on any rank jumps.
 
     Args:
         batch_idx: index, within the epoch, of the batch with this loss.
@@ -40,12 +40,12 @@ class TrainingSpikeException(RuntimeError):
 
 
 class SpikeDetection(Callback):
-    """Raises :class:`TrainingSpikeException` when the loss jumps away from its running mean.
+    """Callback that raises :class:`TrainingSpikeException` when the loss jumps away from its running mean.
 
     The loss of a batch is a spike if it is worse than that of the previous batch, and its distance from the running
     mean is at least ``atol`` *and* at least ``rtol`` times the running mean. Each rank checks its own loss; a spike on
-    any rank ends training on all. The batch that damaged the weights may be the previous one, so rank 0 writes both to
-    a JSON file, as indices within the epoch: ``[41, 42]``. It is up to you to skip them in the next run.
+    any rank ends training on all. The batch that damaged the weights may be the previous one, so rank 0 writes both
+    batches to a JSON file, as indices within the epoch: ``[41, 42]``. It is up to you to skip them in the next run.
 
     At every batch, reading the loss waits for the device, and several ranks exchange a message.
 
@@ -102,7 +102,7 @@ class SpikeDetection(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
-        """Check the batch's loss, with the same result on all ranks."""
+        """Check the batch's loss on each rank; if the loss on any rank is a spike, raise on all ranks."""
         with trainer.strategy.with_all_ranks():
             self._check_loss(trainer, _loss(outputs), batch_idx)
 
@@ -148,7 +148,7 @@ class SpikeDetection(Callback):
     # -- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return settings, recorded batches and recent losses. Those of rank 0 represent all ranks."""
+        """Return the settings, the recorded batches and the recent losses; checkpoints contain those of rank 0."""
         return {
             **{name: getattr(self, name) for name in SAVED},
             "bad_batches": list(self.bad_batches),
@@ -157,7 +157,7 @@ class SpikeDetection(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state, except for the path, which belongs to this run."""
+        """Load a state, except for the path of the file, which belongs to this run."""
         vars(self).update({name: state_dict[name] for name in SAVED}, last_val=float(state_dict["last_val"]))
         self.bad_batches = list(state_dict["bad_batches"])
         # Lightning's checkpoints have no running mean.
@@ -165,7 +165,7 @@ class SpikeDetection(Callback):
 
 
 def _loss(outputs: STEP_OUTPUT) -> float | None:
-    """Return the batch's loss; None if ``training_step`` skipped the batch on this rank."""
+    """Return the batch's loss; None if ``training_step`` returned no loss on this rank."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if loss is None:
         warn_once("SpikeDetection: `training_step` returned no loss, so there is nothing to check.", key="spike")

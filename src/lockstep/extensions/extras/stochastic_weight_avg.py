@@ -1,4 +1,4 @@
-"""StochasticWeightAveraging: averages the weights of the last epochs, with its own learning rate."""
+"""StochasticWeightAveraging: averages the weights of the last epochs, during which it sets the learning rate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AverageFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class StochasticWeightAveraging(Callback):
-    """Averages the weights at the start of the last epochs, and leaves the average in the model at the end.
+    """Callback that averages the weights over the last epochs, and leaves the average in the model at the end.
 
     From epoch ``swa_epoch_start`` on, an ``SWALR`` replaces the scheduler and anneals the learning rate to ``swa_lrs``.
     The weights at the start of each of these epochs enter the average. After the last epoch of ``max_epochs``, the
@@ -121,12 +121,12 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def swa_end(self) -> int | float:
-        """Last epoch of averaging, counted from 0; infinite if ``max_epochs`` is unlimited."""
+        """Last epoch of averaging, counted from 0; infinite if ``max_epochs`` sets no limit."""
         return math.inf if self._max_epochs == -1 else self._max_epochs - 1
 
     @staticmethod
     def avg_fn(averaged_model_parameter: Tensor, model_parameter: Tensor, num_averaged: Tensor) -> Tensor:
-        """Return the equal mean, updated by one more value of the parameter."""
+        """Return the equal mean of a parameter's values, after one more value is added to it."""
         return averaged_model_parameter + (model_parameter - averaged_model_parameter) / (num_averaged + 1)
 
     @staticmethod
@@ -137,7 +137,7 @@ class StochasticWeightAveraging(Callback):
     # -- training ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start a new fit with a new average."""
+        """Drop the average of an earlier fit, and check that the module can be averaged."""
         if stage == "fit":
             self._forget()
             if not pl_module.automatic_optimization and self.pl_module_contains_batch_norm(pl_module):
@@ -147,7 +147,10 @@ class StochasticWeightAveraging(Callback):
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compute the first epoch of averaging. A resumed fit that was averaging restores its learning rate."""
+        """Compute the epoch in which averaging starts.
+
+        If the checkpoint of a resumed fit was written during averaging, the learning rate of averaging is restored.
+        """
         if len(trainer.optimizers) != 1:
             raise MisconfigurationException(
                 f"StochasticWeightAveraging works with one optimizer, but `configure_optimizers` returned "
@@ -173,7 +176,7 @@ class StochasticWeightAveraging(Callback):
             self._install(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start averaging if it is due, and add the current weights to the average."""
+        """Start averaging if its first epoch is reached; add the current weights to the average."""
         epoch = trainer.current_epoch
         if not self.swa_start <= epoch <= self.swa_end:
             return
@@ -195,13 +198,13 @@ class StochasticWeightAveraging(Callback):
         self._finish(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the average into the model if a run resumes after its last epoch, and so does not train again."""
+        """Write the average into the model if the fit resumed after its last epoch, so that it trained no more."""
         self._finish(trainer, pl_module)
 
     # -- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average and the state of averaging, with Lightning's keys."""
+        """Return the average, and how far averaging has come, with Lightning's keys."""
         return {
             "n_averaged": 0 if self.n_averaged is None else int(self.n_averaged),
             "latest_update_epoch": self._latest_update_epoch,
@@ -219,7 +222,7 @@ class StochasticWeightAveraging(Callback):
     # -- the average ---------------------------------------------------------------------------------------
 
     def _install(self, trainer: Trainer) -> None:
-        """Create ``SWALR``, which replaces the scheduler if there is one."""
+        """Create an ``SWALR`` for the optimizer; it replaces the optimizer's scheduler, if there is one."""
         optimizer, configs = trainer.optimizers[0], trainer.lr_scheduler_configs
         rates = self._swa_lrs if isinstance(self._swa_lrs, list) else [self._swa_lrs] * len(optimizer.param_groups)
         if len(rates) != len(optimizer.param_groups):
@@ -292,7 +295,7 @@ class StochasticWeightAveraging(Callback):
 
     @torch.no_grad()
     def _refresh(self, trainer: Trainer, layers: list[_BatchNorm]) -> None:
-        """Recompute the statistics of BatchNorm layers as the mean over all batches on all ranks."""
+        """Recompute the BatchNorm layers' statistics for the averaged weights, over all batches on all ranks."""
         momenta = [layer.momentum for layer in layers]
         for layer in layers:
             layer.reset_running_stats()
@@ -348,7 +351,10 @@ def run_forwards(trainer: Trainer) -> int:
 
 
 class SWALR(swa_utils.SWALR):
-    """torch's ``SWALR`` that accepts parameter groups added later (unfrozen layers); they use the last group's rate."""
+    """torch's ``SWALR``, but accepts parameter groups that are added later, for example with unfrozen layers.
+
+    An added group has the final learning rate of the group before it.
+    """
 
     def get_lr(self) -> list[float | Tensor]:
         rate = None

@@ -1,4 +1,4 @@
-"""Throughput meter, and functions for the operations of a model and the peak performance of a device."""
+"""Meter of throughput; functions for the operations of a model and for a device's peak performance."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lockstep.ground.rank import rank_zero_warn
 def measure_flops(
     model: torch.nn.Module, forward_fn: Callable[[], Tensor], loss_fn: Callable[[Tensor], Tensor] | None = None
 ) -> int:
-    """Return the floating-point operations of one forward pass, with ``loss_fn`` also of the backward pass.
+    """Return the number of floating-point operations of a forward pass; with ``loss_fn`` also of the backward.
 
     The model may be on the "meta" device; nothing is computed then.
 
     Args:
         model: the model that ``forward_fn`` runs.
         forward_fn: runs the model's forward once and returns its result.
-        loss_fn: makes a scalar of that result; if given, the backward is run and counted too.
+        loss_fn: makes a scalar of the forward's result; if given, the backward is run and counted too.
 
     Returns:
         The number of operations, as ``torch.utils.flop_counter`` counts them (matrix products, convolutions,
@@ -48,7 +48,7 @@ def measure_flops(
 
 
 def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int | None:
-    """Return the peak operations per second of a device, for large dense matrix products.
+    """Return a device's peak number of operations per second, for large dense matrix products.
 
     Args:
         device: a CUDA device; for others the peak is unknown.
@@ -78,7 +78,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
 
 
 class _Rising:
-    """Newest values of a counter that must increase with each update."""
+    """The newest values of a counter; each value must exceed the previous one."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name = name
@@ -96,7 +96,7 @@ class _Rising:
 
 
 class Throughput:
-    """Counts batches, samples, items and floating-point operations per second.
+    """Meter of batches, samples, items and floating-point operations per second.
 
     Rates are taken between the oldest and the newest of the last ``window_size`` updates, once the window is full.
     :meth:`compute` returns
@@ -149,13 +149,13 @@ class Throughput:
 
     @property
     def seconds(self) -> float:
-        """Time of the newest update in seconds; 0 before the first."""
+        """Time of the newest update, in seconds since the start; 0 before the first update."""
         return self._time.values[-1] if self._time.values else 0.0
 
     def update(
         self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
     ) -> None:
-        """Record the totals so far. An invalid update raises an error and records nothing.
+        """Record the totals so far; an invalid update raises an error and is not recorded.
 
         Args:
             time: seconds since the start.
@@ -186,7 +186,7 @@ class Throughput:
             self._flops.append(flops)
 
     def compute(self) -> dict[str, int | float]:
-        """Return the metrics by name; empty before the first update."""
+        """Return the metrics by name; an empty dict before the first update."""
         if not self._time.values:
             return {}
         counters = (self._time, self._batches, self._samples, self._lengths)

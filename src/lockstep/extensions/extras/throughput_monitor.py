@@ -30,7 +30,7 @@ _STAGE_OF = {
 
 @dataclass
 class _Meter:
-    """Throughput and totals of one stage."""
+    """Throughput of one stage, and the totals since the meter was reset."""
 
     throughput: Throughput
     start: float = 0.0
@@ -45,7 +45,7 @@ class _Meter:
 
 
 class ThroughputMonitor(Callback):
-    """Measures the throughput of training, validation, test and prediction and logs it.
+    """Callback that measures and logs the throughput of training, validation, test and prediction.
 
     Rank 0 measures, assuming that all ranks are equally fast. Every ``log_every_n_steps`` steps (batches in
     evaluation), it logs the metrics of :class:`~lockstep.utilities.throughput.Throughput` as ``train/...``,
@@ -112,7 +112,7 @@ class ThroughputMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
-        """Measure the batch. Log after every ``log_every_n_steps``-th accumulation window."""
+        """Measure the batch; after every ``log_every_n_steps``-th accumulation window, log the throughput."""
         if not trainer.is_global_zero:
             return
         self._update(trainer, pl_module, RunningStage.TRAINING, batch)
@@ -154,7 +154,7 @@ class ThroughputMonitor(Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Subtract the validation from the training time."""
+        """Exclude the duration of the validation from the training time."""
         if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero:
             return
         training, validation = self._meters[RunningStage.TRAINING], self._meters[RunningStage.VALIDATING]
@@ -204,6 +204,6 @@ class ThroughputMonitor(Callback):
 
 
 def _stage(trainer: Trainer) -> RunningStage:
-    """Return the running stage; hooks always run in one."""
+    """Return the stage that is running; it is never None while a hook runs."""
     assert trainer.state.stage is not None
     return trainer.state.stage

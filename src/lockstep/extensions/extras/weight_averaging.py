@@ -1,4 +1,4 @@
-"""WeightAveraging: a running average of the weights, used in validation and left in the model at the end."""
+"""WeightAveraging: keeps an average of the weights, which validation uses and the trained model has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHUNK = 64
 
 
 class WeightAveraging(Callback):
-    """Keeps an average of the weights next to the model, by default their equal mean over all steps (SWA).
+    """Callback that keeps an average of the weights, by default their equal mean over all steps (SWA).
 
     Validation uses the averaged weights, and the model keeps them when training ends. Before the first update there is
     no average, and the current weights are used. An update at the end of an epoch precedes the validation that ends the
@@ -64,7 +64,7 @@ class WeightAveraging(Callback):
         self._latest_epoch = -1
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return True to update the average with the current weights. By default it is updated after each step.
+        """Return True if the current weights should enter the average; by default after each optimizer step.
 
         Called after each optimizer step with ``step_idx`` and after each epoch with ``epoch_idx``, both counted from 0.
         The result must be the same on all ranks.
@@ -74,13 +74,15 @@ class WeightAveraging(Callback):
     # -- training ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start a new fit with a new average."""
+        """Prepare for a new fit, which starts a new average."""
         if stage == "fit":
             self._average, self._is_swapped_in, self._loaded = None, False, None
             self._latest_step, self._latest_epoch = None, -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copy the weights, which have their final device and dtype here, or restore the average of the checkpoint.
+        """Create the average as a copy of the weights, or restore the average from the checkpoint.
+
+        At this point the weights have their final device and dtype.
 
         Raises:
             MisconfigurationException: the ranks of a pipeline have only the weights of their own blocks.
@@ -137,10 +139,10 @@ class WeightAveraging(Callback):
                 self._update(pl_module)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the average into the model for the validation of a fit.
+        """Exchange the weights in the model for the average, for a validation within a fit.
 
         After the last batch of an epoch, the update of the epoch's end is made first, so that the metrics of this
-        epoch's checkpoint belong to the weights in it.
+        epoch's checkpoint belong to the weights in the checkpoint.
         """
         if trainer.state.fn == "fit":
             if trainer.is_last_batch and not trainer.sanity_checking:
@@ -148,27 +150,30 @@ class WeightAveraging(Callback):
             self._swap_in(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue with the current weights."""
+        """Put the current weights back into the model, to continue training with them."""
         if trainer.state.fn == "fit":
             self._swap_out(pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the average in the model. The current weights are kept for later checkpoints."""
+        """Leave the average in the model; the current weights are kept for later checkpoints."""
         self._swap_in(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore the current weights if the run ends during a validation."""
+        """Put the current weights back into the model if an exception ends the fit during a validation."""
         if trainer.state.fn == "fit":
             self._swap_out(pl_module)
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last step and epoch that `should_update` was called for."""
+        """Return the last step and the last epoch for which `should_update` was called."""
         return {"latest_update_step": self._latest_step or 0, "latest_update_epoch": self._latest_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore step and epoch. Lightning's checkpoints have the step only."""
+        """Load the last step and epoch for which `should_update` was called.
+
+        Checkpoints of Lightning contain the step only.
+        """
         self._latest_step = state_dict["latest_update_step"]
         self._latest_epoch = state_dict.get("latest_update_epoch", -1)
 
@@ -193,7 +198,7 @@ class WeightAveraging(Callback):
         checkpoint["averaging_state"] = {"n_averaged": self._average.n_averaged.clone()}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """On resume, load the current weights into the model and keep the average for the start of training.
+        """In a resumed fit, load the current weights into the model; keep the average for the start of training.
 
         Outside a fit the model uses the average in ``"state_dict"``, and the average of an earlier fit is dropped.
         """
@@ -267,7 +272,10 @@ class WeightAveraging(Callback):
 
     @torch.no_grad()
     def _swap(self, pl_module: LightningModule) -> None:
-        """Exchange the values of model and average, but not the tensors, which optimizers and gradient buckets use."""
+        """Exchange the values of the average and the model's weights.
+
+        The tensors stay the same, because optimizers and gradient buckets refer to them.
+        """
         assert self._average is not None
         for averaged, shown in zip(_tensors(self._average.module), _tensors(pl_module), strict=True):
             before = shown.detach().clone()
@@ -275,7 +283,7 @@ class WeightAveraging(Callback):
             averaged.copy_(before)
 
     def _by_name(self, pl_module: LightningModule) -> Mapping[str, Tensor]:
-        """Return the averaged tensors by their names in the model. Tied weights have several names."""
+        """Return the averaged tensors by their names in the model; a tied weight occurs under each of its names."""
         assert self._average is not None
         self._check(pl_module)
         average = {id(t): k for k, t in zip(_tensors(self._average.module), _tensors(pl_module), strict=True)}
@@ -285,7 +293,9 @@ class WeightAveraging(Callback):
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """Keeps an exponential moving average: ``average = decay * average + (1 - decay) * weights``.
+    """Callback that keeps an exponential moving average of the weights.
+
+    An update is ``average = decay * average + (1 - decay) * weights``.
 
     Args:
         device: device of the average; None for the model's device.
@@ -333,7 +343,7 @@ class EMAWeightAveraging(WeightAveraging):
 
 
 def _exponential(decay: float) -> Callable[[list[Tensor], list[Tensor], object], None]:
-    """Return the update ``average * decay + weights * (1 - decay)``.
+    """Return the function that updates an average to ``average * decay + weights * (1 - decay)``.
 
     Each product is rounded, as in Lightning; torch's ``lerp`` rounds differently.
     """
@@ -353,7 +363,9 @@ def _exponential(decay: float) -> Callable[[list[Tensor], list[Tensor], object],
 
 
 def _for_parts(tensors: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """Return ``AveragedModel``'s arguments for tensors of several kinds: unsharded, or sharded over different meshes.
+    """Return arguments for ``AveragedModel`` with which it can average tensors of several kinds.
+
+    The kinds are unsharded tensors, and tensors sharded over different meshes.
 
     torch's ``_foreach`` functions, which average many tensors at once, accept only one kind in a call.
     """

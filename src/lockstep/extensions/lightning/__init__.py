@@ -1,1 +1,1 @@
-"""Tools for users of Lightning: unchanged scripts under lockstep, `lockstep migrate`, and LightningCLI."""
+"""Tools for users of Lightning: running scripts unchanged, ``lockstep migrate``, and LightningCLI."""

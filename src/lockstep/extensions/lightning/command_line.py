@@ -1,4 +1,4 @@
-"""LightningCLI: a command line for fit, validate, test and predict, made from the signatures of your classes."""
+"""LightningCLI: a command line for fit, validate, test and predict, built from the signatures of your classes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ INSTANTIATOR = "lockstep.cli.instantiate_module"
 
 
 def instantiate_class(args: object, init: dict[str, Any]) -> Any:
-    """Create an object from ``{"class_path": ..., "init_args": ...}``.
+    """Create an object from a dict ``{"class_path": ..., "init_args": ...}``.
 
     Args:
         args: the first positional argument, or a tuple of several.
@@ -59,9 +59,9 @@ def instantiate_class(args: object, init: dict[str, Any]) -> Any:
 
 
 def instantiate_module(class_type: type, config: dict[str, Any]) -> Any:
-    """Create a module or data module, with nested classes, from hyperparameters that the command line has saved.
+    """Create a module or data module from the hyperparameters that LightningCLI has saved in a checkpoint.
 
-    ``MyModel.load_from_checkpoint`` does so by itself, but refuses classes that are not imported. This function imports
+    ``MyModel.load_from_checkpoint`` does the same, but refuses classes that are not imported. This function imports
     them.
 
     Args:
@@ -79,14 +79,14 @@ def instantiate_module(class_type: type, config: dict[str, Any]) -> Any:
 
 
 def class_of(builder: Callable[..., Any]) -> Any:
-    """Return a class unchanged, or the annotated return type of a function."""
+    """Return a class unchanged; for a function, return the class with which its result is annotated."""
     if isinstance(builder, type):
         return builder
     return inspect.signature(builder, eval_str=True).return_annotation
 
 
 def hyperparameters(dumped: dict[str, Any], links: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the hyperparameters that ``save_hyperparameters`` saves for one class in the config.
+    """Return what ``save_hyperparameters`` should save for the model or the data module of a config.
 
     Args:
         dumped: the config as plain values.
@@ -108,7 +108,7 @@ def hyperparameters(dumped: dict[str, Any], links: dict[str, Any], key: str) -> 
 
 
 class RecordsHyperparameters:
-    """Instantiator for jsonargparse that records the parsed arguments of a class as its hyperparameters.
+    """Instantiator for jsonargparse that lets ``save_hyperparameters`` save the arguments as they were parsed.
 
     Args:
         cli: the LightningCLI, whose config is dumped when the first object is created.
@@ -135,7 +135,7 @@ class RecordsHyperparameters:
 
 
 class SaveConfigCallback(Callback):
-    """Writes the config into the folder of the logs when a run is set up.
+    """Callback that writes the config to the loggers' folder when a run is set up.
 
     Args:
         parser: parser of the config.
@@ -204,7 +204,9 @@ class SaveConfigCallback(Callback):
         self.parser.save(self.config, path, skip_unset=False, overwrite=self.overwrite, multifile=self.multifile)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save the config elsewhere, too, in a subclass. Called on rank 0 only, so it must not use collectives.
+        """Save the config in another place as well; a subclass may define this.
+
+        It is called on rank 0 only, so it must not use collectives.
 
         Example::
 
@@ -217,7 +219,9 @@ class SaveConfigCallback(Callback):
 
 
 def merge_given(saved: dict[str, Any], given: jsonargparse.Namespace) -> dict[str, Any]:
-    """Return saved arguments, overridden one by one by those given on the command line, also in nested classes.
+    """Return saved arguments, in which arguments given on the command line replace the saved ones.
+
+    Arguments of a nested class are replaced one by one, unless another class is given.
 
     Example:
         >>> merge_given({"lr": 0.1, "width": 4}, jsonargparse.Namespace(lr=0.5))
@@ -237,7 +241,7 @@ def merge_given(saved: dict[str, Any], given: jsonargparse.Namespace) -> dict[st
 
 
 class LightningCLI:
-    """Parses the command line, creates model, data module and Trainer, and runs the subcommand.
+    """A command line: parses arguments, creates the model, data module and Trainer, and runs a subcommand.
 
     Command lines look like ``python train.py fit --model.lr 0.1 --trainer.max_epochs 3``. There are also
     ``--config file.yaml`` (of several files, later ones override earlier ones), ``--print_config`` and ``fit --help``.
@@ -250,7 +254,7 @@ class LightningCLI:
 
     Args:
         model_class: a LightningModule class, or a function that returns one; None: any, given by ``--model NAME``.
-        datamodule_class: likewise; None: any, given by ``--data NAME``, or none.
+        datamodule_class: the same for the data module; None: any, given by ``--data NAME``, or none.
         save_config_callback: writes the config to the folder of the logs; None writes nothing.
         save_config_kwargs: arguments of this callback.
         trainer_class: Trainer, a subclass, or a function that returns one.
@@ -346,7 +350,10 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the Trainer methods that are subcommands, each with the arguments that the command line omits."""
+        """Return the names of the subcommands, which are methods of the Trainer.
+
+        The value of each is a set of the method's arguments that the command line does not offer.
+        """
         evaluation = {"model", "dataloaders", "datamodule"}
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
@@ -356,7 +363,7 @@ class LightningCLI:
         }
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Create a parser. Called for the main parser and for each subcommand."""
+        """Create a parser; called for the main parser and for each subcommand's."""
         kwargs.setdefault("dump_header", [f"lockstep=={sys.modules['lockstep'].__version__}"])
         parser = self.parser_class(**kwargs)
         parser.add_argument(
@@ -367,7 +374,7 @@ class LightningCLI:
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Create :attr:`parser` with all arguments, with or without subcommands."""
+        """Create :attr:`parser` with all arguments; if ``add_subcommands``, with a parser for each subcommand."""
         self.parser = self.init_parser(**main_kwargs)
         if add_subcommands:
             self._add_subcommands(self.parser, **subparser_kwargs)
@@ -424,7 +431,7 @@ class LightningCLI:
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add arguments or links in a subclass.
+        """Add arguments or links to the parser; a subclass may define this.
 
         Example::
 
@@ -436,13 +443,13 @@ class LightningCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
-        """Link the optimizers and schedulers that were added with ``link_to``."""
+        """Link each optimizer or scheduler added with ``link_to`` to the model argument that ``link_to`` names."""
         parser.link_registered()
 
     # -- the config ----------------------------------------------------------------------------------------
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the arguments into :attr:`config`."""
+        """Parse the command line into :attr:`config`."""
         if args is not None and len(sys.argv) > 1:
             rank_zero_warn(f"LightningCLI(args={args!r:.100}) is used, so the command line {sys.argv[1:]} is ignored.")
         self.config = self._parsed(parser, args)
@@ -459,7 +466,7 @@ class LightningCLI:
         return parser.parse_object(given, **options)
 
     def _take_from_checkpoint(self, args: ArgsType) -> None:
-        """Use the hyperparameters in ``ckpt_path`` for model arguments that the command line does not set."""
+        """Take model arguments that the command line does not set from the hyperparameters in ``ckpt_path``."""
         subcommand = self.config.get("subcommand")
         path = self.config[subcommand].get("ckpt_path") if subcommand else None
         if not path or not isfile(path):
@@ -486,7 +493,7 @@ class LightningCLI:
 
     @property
     def config_dump(self) -> dict[str, Any]:
-        """Config of the subcommand as plain values, dumped when the first class is created."""
+        """The subcommand's config as plain values, as it was before the first object was created."""
         if self._dumped is None:
             text = self.parser.dump(self.config, skip_link_targets=False, skip_unset=False, format="yaml")
             dumped = yaml.safe_load(text)
@@ -494,7 +501,7 @@ class LightningCLI:
         return self._dumped or {}
 
     def _get(self, config: jsonargparse.Namespace, key: str, default: object = None) -> Any:
-        """Return a value of the config, from the subcommand if there is one."""
+        """Return the value of a key in the config; if there is a subcommand, in the subcommand's part."""
         return config.get(str(self.subcommand), config).get(key, default)
 
     def _parser(self, subcommand: str | None) -> LightningArgumentParser:
@@ -503,7 +510,7 @@ class LightningCLI:
     # -- the objects ---------------------------------------------------------------------------------------
 
     def before_instantiate_classes(self) -> None:
-        """Run code before the objects are created, in a subclass."""
+        """Do nothing; a subclass may define code to run before the objects are created."""
 
     def instantiate_classes(self) -> None:
         """Create data module, model and Trainer."""
@@ -514,10 +521,10 @@ class LightningCLI:
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Run code after the objects are created, in a subclass."""
+        """Do nothing; a subclass may define code to run after the objects are created."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Create the Trainer. ``kwargs`` override parsed arguments."""
+        """Create the Trainer from the parsed arguments, which ``kwargs`` override."""
         callbacks = [self._get(self.config_init, key) for key in self._parser(self.subcommand).callback_keys]
         return self._instantiate_trainer({**self._get(self.config_init, "trainer", default={}), **kwargs}, callbacks)
 
@@ -540,11 +547,11 @@ class LightningCLI:
     def configure_optimizers(
         lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: LRSchedulerTypeUnion | None = None
     ) -> Any:
-        """Return what the model's ``configure_optimizers`` returns if the command line selects the optimizer.
+        """Return the result for a model's ``configure_optimizers``, from objects that the command line describes.
 
         Args:
             lightning_module: the model.
-            optimizer: optimizer of its parameters.
+            optimizer: optimizer of the model's parameters.
             lr_scheduler: scheduler of the optimizer, or None.
         """
         if lr_scheduler is None:
@@ -555,7 +562,7 @@ class LightningCLI:
         return [optimizer], [lr_scheduler]
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
-        """Replace the model's ``configure_optimizers`` if the command line has an optimizer."""
+        """Replace the model's ``configure_optimizers`` if the command line describes an optimizer."""
         parser = self._parser(subcommand)
         optimizers, schedulers = parser.automatic()
         if not self.auto_configure_optimizers or not optimizers:
@@ -585,7 +592,10 @@ class LightningCLI:
     # -- the call ------------------------------------------------------------------------------------------
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Call ``before_fit``, ``fit`` (of this class if it has one, else of the Trainer), and ``after_fit``."""
+        """Run a subcommand, such as ``fit``, between ``before_fit`` and ``after_fit`` if these are defined.
+
+        The method ``fit`` is this class's if it has one, else the Trainer's.
+        """
         before, after = (getattr(self, f"{when}_{subcommand}", None) for when in ("before", "after"))
         if callable(before):
             before()

@@ -1,4 +1,4 @@
-"""``lockstep migrate``: changes a script for Lightning, from any version since 2019, to use lockstep.
+"""``lockstep migrate``: changes a script for Lightning, of any version since 2019, so that it uses lockstep.
 
 It prints a diff of imports and Trainer flags to stdout, and to stderr, by line, what to do by hand and what differs for
 this script. It does not import or run the script, and leaves the bodies of functions unchanged. In a config (.yaml,
@@ -31,7 +31,7 @@ from lockstep.trainer import FLAGS
 
 
 def migrate(words: Sequence[str]) -> int:
-    """Run the command and return its exit code.
+    """Run ``lockstep migrate`` and return its exit code.
 
     Args:
         words: arguments after ``lockstep migrate``.
@@ -101,7 +101,7 @@ def _read(file: Path) -> tuple[str, str]:
 
 
 def _lines(text: str) -> list[str]:
-    """Split text into lines as Python counts them; str.splitlines also splits at other characters."""
+    """Split text into lines where Python's parser does; ``str.splitlines`` also splits at other characters."""
     return re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text)
 
 
@@ -112,7 +112,7 @@ def _diff(before: str, after: str, name: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class ReportLine:
-    """A line of the report."""
+    """An entry of the report: what to do by hand, or what differs, at one line of the script."""
 
     line: int
     text: str
@@ -146,11 +146,11 @@ CLEARED = re.compile(
 
 
 def migrated(text: str, name: str = "script.py") -> tuple[str, list[ReportLine]]:
-    """Change a script for Lightning to one for lockstep, and return it with the report.
+    """Change the text of a script for Lightning so that it uses lockstep; return the new text and the report.
 
     Args:
         text: text of the script.
-        name: name of its file, for errors.
+        name: name of the script's file, for errors.
 
     Raises:
         SyntaxError: the text is not valid Python.
@@ -189,7 +189,7 @@ def migrated(text: str, name: str = "script.py") -> tuple[str, list[ReportLine]]
 
 
 class _Script:
-    """Script with its syntax tree, pending edits, and the names that it uses for objects of lockstep."""
+    """A script: its syntax tree, the edits to make, and its names for objects of lockstep."""
 
     def __init__(self, text: str, name: str) -> None:
         self.nodes = list(ast.walk(ast.parse(text, name)))
@@ -200,7 +200,7 @@ class _Script:
         self.edits: list[tuple[int, int, str]] = []  #: start, end, and new text
 
     def span(self, node: ast.expr | ast.keyword | ast.alias | ast.stmt) -> tuple[int, int]:
-        """Return start and end of a node, in bytes of the text."""
+        """Return where a node starts and ends, in bytes of the script's text."""
         end_line, end = node.end_lineno or node.lineno, node.end_col_offset or 0
         return self._starts[node.lineno - 1] + node.col_offset, self._starts[end_line - 1] + end
 
@@ -209,7 +209,7 @@ class _Script:
         return self._data[slice(*self.span(node))].decode()
 
     def edited(self) -> str:
-        """Return the text with all edits."""
+        """Return the script's text after all edits."""
         data = self._data
         # From the end, so that earlier positions stay valid.
         for start, end, new in sorted(set(self.edits), reverse=True):
@@ -217,13 +217,16 @@ class _Script:
         return CLEARED.sub("", data.decode())
 
     def report_refused(self, node: ast.stmt | ast.expr, name: str, path: str) -> None:
-        """Report a name that lockstep refuses, with the reason."""
+        """Add a name that lockstep refuses to the report, with the reason for the refusal."""
         why = refusal(path)
         if why is not None and (isinstance(node, ast.stmt) or refusal(path.rpartition(".")[0]) is None):
             self.notes.append(ReportLine(node.lineno, f"{name}: {why}", weight=0))
 
     def import_(self, node: ast.Import) -> None:
-        """Change ``import lightning.pytorch as pl``. Without ``as``, lockstep is imported under the package's name."""
+        """Change ``import lightning.pytorch as pl`` to import lockstep under the same name.
+
+        Without ``as``, that name is the package's, such as ``lightning``.
+        """
         for alias in node.names:
             home = lockstep_module(alias.name)
             if home is not None:
@@ -233,7 +236,7 @@ class _Script:
                 self.report_refused(node, f"import {alias.name}", home)
 
     def import_from(self, node: ast.ImportFrom) -> None:
-        """Change ``from lightning.pytorch import Trainer``: the module changes, the names stay."""
+        """Change the module, but not the names, in ``from lightning.pytorch import Trainer``."""
         home = lockstep_module(str(node.module))
         found = re.compile(rb"from\s+([\w.]+)").match(self._data, self.span(node)[0])
         if home is None or found is None:
@@ -248,7 +251,7 @@ class _Script:
             self.report_refused(node, alias.name, f"{home}.{alias.name}".removesuffix(".*"))
 
     def resolve(self, node: ast.expr) -> str:
-        """Resolve an expression to a path in lockstep, such as ``lockstep.callbacks.Timer`` for ``pl.callbacks.Timer``.
+        """Return an expression's path in lockstep, such as ``lockstep.callbacks.Timer`` for ``pl.callbacks.Timer``.
 
         Return "" if it is unknown.
         """
@@ -261,7 +264,7 @@ class _Script:
         return f"{base}.{node.attr}".replace(f"{ROOT}.pytorch", ROOT) if base else ""
 
     def kinds(self, node: ast.ClassDef) -> Iterator[str]:
-        """Yield the classes of Lightning that a class derives from."""
+        """Yield which of LightningModule, LightningDataModule and Callback a class derives from."""
         for path in map(self.resolve, node.bases):
             kind = "Callback" if path.startswith(f"{ROOT}.callbacks.") else path.rpartition(".")[2]
             if kind in ("LightningModule", "LightningDataModule", "Callback"):
@@ -273,11 +276,11 @@ class _Script:
 
 
 def migrated_config(text: str, name: str) -> tuple[str, list[ReportLine]]:
-    """Change the class paths in a config of Lightning's command line, and return it with the report.
+    """Change the class paths in a config of LightningCLI to lockstep's; return the new text and the report.
 
     Args:
         text: text of the config.
-        name: name of its file. ``.json`` means JSON; any other, YAML.
+        name: name of the config's file. ``.json`` means JSON; any other, YAML.
 
     Raises:
         ValueError: the text is not valid.
@@ -294,7 +297,7 @@ def migrated_config(text: str, name: str) -> tuple[str, list[ReportLine]]:
 
 
 def _strings(text: str, is_json: bool) -> Iterator[tuple[int, int, str]]:
-    """Yield start, end and value of each string of a config.
+    """Yield (start, end, value) for each string in a config.
 
     Raises:
         ValueError: the text is not valid.
@@ -320,7 +323,7 @@ def _strings(text: str, is_json: bool) -> Iterator[tuple[int, int, str]]:
 
 
 class _Unknown:
-    """Placeholder for a value that is known only when the script runs. Its repr is the text in the script."""
+    """Placeholder for a value that is known only when the script runs; its ``repr`` is the value's code."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -330,7 +333,7 @@ class _Unknown:
 
 
 def _flags(script: _Script, call: ast.Call) -> None:
-    """Replace old Trainer flags with today's, and report those that depend on unknown values."""
+    """Replace a call's old Trainer flags with today's; report the flags whose meaning depends on unknown values."""
     given = {keyword.arg: keyword for keyword in call.keywords if keyword.arg is not None}
     if len(given) < len(call.keywords):
         script.notes.append(
@@ -355,7 +358,7 @@ def _value(script: _Script, node: ast.expr) -> object:
 
 
 def _meaning(old: Today, today: Today, others: Set[str]) -> tuple[Translation, str]:
-    """Translate old flags. Also return the text to report instead of an edit; "" if the script can be edited.
+    """Translate old flags to today's; also return what to report if the script cannot be edited, else "".
 
     Args:
         old: values of the old flags.
@@ -381,12 +384,12 @@ def _meaning(old: Today, today: Today, others: Set[str]) -> tuple[Translation, s
 
 
 def _has_unknown(values: Iterable[object]) -> bool:
-    """Return True if a value is known only when the script runs."""
+    """Return True if any of the values is known only when the script runs."""
     return any(isinstance(value, _Unknown) for value in values)
 
 
 def _translate(script: _Script, given: dict[str, ast.keyword], names: list[str], old: Today, today: Today) -> None:
-    """Replace a group of old flags that are interpreted together with today's flags.
+    """Replace old flags, which must be interpreted together, with today's flags.
 
     Args:
         given: arguments of the call by name.
@@ -413,7 +416,10 @@ ROWS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("dif
 
 
 def found_in(script: _Script) -> Iterator[ReportLine]:
-    """Yield the report lines for what a script uses. A difference is reported once, at the line of its first use."""
+    """Yield the report's lines about what a script uses.
+
+    A difference in behavior is reported once, at the line of the first use.
+    """
     reported: set[str] = set()
     for line, used in sorted({*_used(script)}):
         yield from (ReportLine(line, text) for text in ROWS["by_hand"].get(used, ()))
@@ -423,7 +429,7 @@ def found_in(script: _Script) -> Iterator[ReportLine]:
 
 
 def _used(script: _Script) -> Iterator[tuple[int, str]]:
-    """Yield line and table key for all that a script uses, such as ``flag Trainer(devices)`` and ``name self.log``."""
+    """Yield (line, key) for all that a script uses; keys are as in ``flag Trainer(devices)`` and ``name self.log``."""
     trainers = []
     for node in script.nodes:
         if isinstance(node, ast.Call):

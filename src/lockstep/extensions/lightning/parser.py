@@ -1,4 +1,4 @@
-"""LightningArgumentParser: jsonargparse's parser with groups for the Trainer, modules, optimizers and schedulers."""
+"""LightningArgumentParser: jsonargparse's parser, with methods that add the arguments of a class."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ jsonargparse.set_loader(PARSER_MODE, _load, (yaml.YAMLError,))
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """torch's ``ReduceLROnPlateau`` with the name of the monitored metric, so that a config can contain it.
+    """torch's ``ReduceLROnPlateau`` that also has the name of the metric to monitor, for use in configs.
 
     Args:
         optimizer: optimizer whose learning rate is reduced.
@@ -130,7 +130,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         """Add the arguments of a Trainer, LightningModule, LightningDataModule or Callback as a group.
 
         Args:
-            lightning_class: the class, or a function whose return type is one.
+            lightning_class: the class, or a function whose return type is a class.
             nested_key: key of the group in the config.
             subclass_mode: accept any subclass, by ``class_path`` and ``init_args``.
             required: with ``subclass_mode``, whether a class must be given.
@@ -139,7 +139,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
             The added keys.
 
         Raises:
-            MisconfigurationException: the class is not a subclass of one of these.
+            MisconfigurationException: the class is not derived from any of these four.
         """
         if callable(lightning_class) and not isinstance(lightning_class, type):
             lightning_class = jsonargparse.class_from_function(lightning_class)
@@ -182,7 +182,10 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         nested_key: str = "lr_scheduler",
         link_to: str = "AUTOMATIC",
     ) -> None:
-        """Add the arguments of a scheduler as a group. Arguments as for :meth:`add_optimizer_args`."""
+        """Add the arguments of a learning rate scheduler as a group.
+
+        Arguments as for :meth:`add_optimizer_args`.
+        """
         self._add(lr_scheduler_class, LRSchedulerTypeTuple, nested_key, {"optimizer"})
         self._lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
 
@@ -197,7 +200,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
             self.add_class_arguments(kind, key, instantiate=False, fail_untyped=False, skip=skip, sub_configs=True)
 
     def link_registered(self) -> None:
-        """Link the optimizers and schedulers that were added with ``link_to``."""
+        """Link each optimizer or scheduler added with ``link_to`` to the model argument that ``link_to`` names."""
         for key, (kind, link_to) in {**self._optimizers, **self._lr_schedulers}.items():
             if link_to == "AUTOMATIC":
                 continue
@@ -207,19 +210,25 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
                 self.link_arguments(key, link_to, compute_fn=_with_class(kind))
 
     def automatic(self) -> tuple[list[str], list[str]]:
-        """Return the keys of the optimizers and of the schedulers that the CLI creates."""
+        """Return two lists: the keys of the optimizers, and of the schedulers, that the CLI itself creates."""
         registers = (self._optimizers, self._lr_schedulers)
         optimizers, schedulers = ([k for k, (_, to) in each.items() if to == "AUTOMATIC"] for each in registers)
         return optimizers, schedulers
 
     def class_and_arguments(self, key: str, parsed: object) -> Any:
-        """Return the parsed value for an optimizer or scheduler, with ``class_path`` added if the class is fixed."""
+        """Return the parsed value for an optimizer or scheduler.
+
+        If the user cannot choose the class, ``class_path`` is added.
+        """
         kind, _ = {**self._optimizers, **self._lr_schedulers}[key]
         return parsed if isinstance(kind, tuple) else _with_class(kind)(parsed)
 
 
 def _known_word(word: str) -> str:
-    """Resolve class names of lockstep in a word of a command line."""
+    """Replace Lightning's class path in a word of a command line by lockstep's.
+
+    Classes with short names are imported, so that the word can name them.
+    """
     flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
     # Help lists the known subclasses, so all of them must be imported.
     if word in ("-h", "--help") or flag.endswith(".help"):
@@ -228,7 +237,7 @@ def _known_word(word: str) -> str:
 
 
 def _import_all() -> None:
-    """Import all classes with short names."""
+    """Import all classes that have a short name, so that ``--help`` can list them."""
     for face in FACES:
         module = import_module(f"{ROOT}.{face}")
         for name in module.__all__:

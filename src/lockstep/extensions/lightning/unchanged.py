@@ -52,7 +52,7 @@ FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = (
 
 
 class LightningEnum(str, Enum):
-    """An enum whose members are equal to their text."""
+    """An enum of texts; a member is equal to its text."""
 
 
 class GradClipAlgorithmType(LightningEnum):
@@ -63,18 +63,18 @@ class GradClipAlgorithmType(LightningEnum):
 
 
 class WarningCache(set[str]):
-    """Set of issued messages. Each message is issued only once."""
+    """Set of the messages that were issued, so that each message is issued only once."""
 
     def warn(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
-        """Warn on rank 0."""
+        """Issue a warning on rank 0, unless it was issued before."""
         self._once(message, functools.partial(rank_zero_warn, stacklevel=stacklevel, **kwargs))
 
     def deprecation(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
-        """Issue a deprecation warning on rank 0."""
+        """Issue a deprecation warning on rank 0, unless it was issued before."""
         self._once(message, functools.partial(rank_zero_deprecation, stacklevel=stacklevel, **kwargs))
 
     def info(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
-        """Log a message on rank 0."""
+        """Log a message on rank 0, unless it was logged before."""
         self._once(message, functools.partial(rank_zero_info, **kwargs))
 
     def _once(self, message: str, issue: Callable[[str], object]) -> None:
@@ -84,17 +84,17 @@ class WarningCache(set[str]):
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """Return the arguments of the ``__init__`` that runs in a frame, by name; empty if none runs there."""
+    """Return by name the arguments of the ``__init__`` that runs in a frame; empty if it is no ``__init__``."""
     first = frame.f_code.co_varnames[0] if frame.f_code.co_argcount else ""
     return arguments_of_init(frame.f_locals.get(first), frame) or {}
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Do nothing, because lockstep does not issue these warnings."""
+    """Do nothing, because lockstep does not issue the warnings that Lightning would disable."""
 
 
 def cli_lightning_logo() -> None:
-    """Do nothing. Lightning prints its logo here."""
+    """Do nothing; Lightning's function of this name prints its logo."""
 
 
 _TORCHVISION_AVAILABLE = importlib.util.find_spec("torchvision") is not None
@@ -104,11 +104,11 @@ _PREDICT_OUTPUT = list[Any] | list[list[Any]]
 
 
 class _AcceleratorConnector:
-    """Accelerator and devices selected by the flags of a Trainer.
+    """The accelerator and the devices that flags of a Trainer select.
 
     Args:
         accelerator, devices: flags of a Trainer.
-        others: its other flags; ignored.
+        others: other flags of a Trainer, which are ignored.
     """
 
     def __init__(self, accelerator: Any = "auto", devices: Any = "auto", **others: object) -> None:
@@ -117,13 +117,13 @@ class _AcceleratorConnector:
 
 
 def _load_from_checkpoint(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """Call lockstep's ``load_from_checkpoint`` for a class that has its own method of this name."""
+    """Call lockstep's ``load_from_checkpoint`` for a class that defines a ``load_from_checkpoint`` of its own."""
     method = vars(import_module("lockstep.module").LightningModule)["load_from_checkpoint"]
     return method.__get__(None, cls)(*args, **kwargs)
 
 
 class _Registry:
-    """A registry that ignores what packages register at import; lockstep's Trainer accepts instances instead."""
+    """Registry that ignores what packages register at import; lockstep's Trainer takes instances, not their names."""
 
     @staticmethod
     def register(*args: object, **kwargs: object) -> None:
@@ -152,7 +152,7 @@ def _get_rank() -> int:
 
 
 def enter() -> None:
-    """Resolve Lightning's import names to lockstep, in this process and in those that it starts.
+    """Resolve Lightning's import names to lockstep, in this process and in processes that it starts.
 
     Raises:
         MisconfigurationException: Lightning itself was imported before.
@@ -177,14 +177,14 @@ def enter() -> None:
 
 
 class _Quiet(logging.Filter):
-    """Drops lockstep's messages below the level that a script has set for Lightning's logger."""
+    """Filter that drops lockstep's messages below the level that a script has set for Lightning's logger."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return all(record.levelno >= logging.getLogger(name).level for name in LIGHTNINGS)
 
 
 def leave() -> None:
-    """Undo `enter`. Names that were imported stay usable."""
+    """Undo `enter`; names that have been imported can still be used."""
     LIGHTNING.remove()
 
 
@@ -205,12 +205,12 @@ def _install_names() -> Callable[[], None]:
 
 
 def load_ipython_extension(shell: object) -> None:
-    """Handle ``%load_ext lockstep.lightning``."""
+    """Run `enter`; IPython calls this function for ``%load_ext lockstep.lightning``."""
     enter()
 
 
 def unload_ipython_extension(shell: object) -> None:
-    """Handle ``%unload_ext lockstep.lightning``."""
+    """Run `leave`; IPython calls this function for ``%unload_ext lockstep.lightning``."""
     leave()
 
 
@@ -226,7 +226,7 @@ started by strategy="ddp" in the script, by torchrun -m lockstep.lightning, or b
 
 
 def main(words: Sequence[str]) -> None:
-    """Run a script or a module as ``__main__``, with Lightning's names.
+    """Run a script or a module as ``__main__``; Lightning's import names are resolved to lockstep in it.
 
     Args:
         words: arguments after ``python -m lockstep.lightning``.
@@ -255,7 +255,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _run_script(script: str, names: dict[str, Any], as_main: Callable[..., object]) -> None:
-    """Run a file, or a folder with a ``__main__``, as Python does, in the module ``__main__``."""
+    """Run a file, or a folder that contains a ``__main__.py``, in the module ``__main__``, as Python does."""
     folder = script if os.path.isdir(script) else os.path.dirname(os.path.realpath(script))
     if not getattr(sys.flags, "safe_path", False) or folder == script:
         sys.path[0] = folder

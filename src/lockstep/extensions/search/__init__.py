@@ -1,1 +1,1 @@
-"""Hyperparameter searches on one machine and on SLURM."""
+"""Hyperparameter searches: their trials run on this machine or as SLURM jobs."""

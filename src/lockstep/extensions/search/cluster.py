@@ -1,4 +1,4 @@
-"""SlurmCluster: a script that submits itself to SLURM, once for each trial of a search."""
+"""SlurmCluster: submits the running script to SLURM, once for each trial of a search."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _calls = itertools.count()
 
 @dataclass(eq=False, repr=False)
 class SlurmCluster:
-    """Submits the script that uses it to SLURM, once for each trial of a search.
+    """Submitter of the running script to SLURM, as one job for each trial of a search.
 
     The first process of the script draws the trials, writes a folder and a batch script for each, and submits them.
     In each task of such a job the script runs again, with the same arguments; there
@@ -56,11 +56,11 @@ class SlurmCluster:
         test_tube_exp_name: name of the search.
         enable_log_err, enable_log_out: keep the output of the trials in the files ``stderr`` and ``stdout``.
         per_experiment_nb_nodes: nodes of a trial.
-        per_experiment_nb_gpus: GPUs of each node, which has as many tasks.
+        per_experiment_nb_gpus: GPUs of each node; a node runs one task for each of them.
         per_experiment_nb_cpus: CPUs of a task; None for the cluster's default.
-        memory_mb_per_node: in MiB; None for the cluster's default.
+        memory_mb_per_node: memory of each node in MiB; None for the cluster's default.
         job_time: time limit of a trial in a format of sbatch: ``"2:00:00"``, ``"1-12"``, minutes.
-        minutes_to_checkpoint_before_walltime: minutes before that limit at which a trial is saved and requeued; 0
+        minutes_to_checkpoint_before_walltime: minutes before the time limit at which a trial is saved and requeued; 0
             disables it.
         gpu_type: type of GPU, by the cluster's name for it.
         array: submit one array job instead of a job for each trial.
@@ -113,27 +113,30 @@ class SlurmCluster:
     # -- contents of the batch script ------------------------------------------------------------------------
 
     def add_slurm_cmd(self, cmd: str, value: object = None, comment: str = "") -> None:
-        """Add an option of sbatch.
+        """Add an option of sbatch to the jobs' batch scripts.
 
         Args:
-            cmd: its name, with or without dashes.
-            value: its value; None for an option without one.
-            comment: a comment that is written above it in the script.
+            cmd: name of the option, with or without dashes.
+            value: value of the option; None for an option without a value.
+            comment: a comment that is written above the option in the script.
         """
         self._options.append(sbatch.option(cmd, value, comment))
 
     def add_command(self, cmd: str) -> None:
-        """Add a line of shell that runs in the job before Python starts. It is written unchanged."""
+        """Add a line of shell code, which the job runs unchanged before Python starts."""
         self._commands.append(cmd)
 
     def load_modules(self, modules: Iterable[str]) -> None:
-        """Load environment modules in the job. A module that cannot be loaded ends the job with its name."""
+        """Load environment modules in the job.
+
+        If a module cannot be loaded, the job ends with a message that names the module.
+        """
         if isinstance(modules, str):
             modules = [modules]
         self._commands += map(sbatch.module_command, modules)
 
     def notify_job_status(self, email: str, on_done: bool = True, on_fail: bool = True) -> None:
-        """Let SLURM send mail when a trial ends or fails."""
+        """Let SLURM send an email when a trial ends or fails."""
         self._email = (email, on_done, on_fail)
 
     # -- saving outside of the Trainer -----------------------------------------------------------------------
@@ -141,15 +144,15 @@ class SlurmCluster:
     def set_checkpoint_save_function(
         self, fn: Callable[..., object], kwargs: Mapping[str, object] | None = None
     ) -> None:
-        """Register ``fn(**kwargs)`` to save a trial that is stopped outside a fit. It is called on each rank."""
+        """Register ``fn(**kwargs)``, which each rank calls to save a trial that is stopped outside a fit."""
         self._saving.save = partial(fn, **(kwargs or {}))
 
     def set_checkpoint_load_function(
         self, fn: Callable[..., object], kwargs: Mapping[str, object] | None = None
     ) -> None:
-        """Register ``fn(**kwargs)`` to load what an earlier start of the trial has saved with the save function.
+        """Register ``fn(**kwargs)``, which loads what the save function has saved in an earlier start of the trial.
 
-        It is called before ``main``, or at once if ``main`` itself registers it.
+        The function is called before ``main``, or at once if ``main`` itself registers it.
         """
         self._saving.load = partial(fn, **(kwargs or {}))
         here = trial_here()
@@ -165,9 +168,12 @@ class SlurmCluster:
         job_name: str = "trial",
         job_display_name: str | None = None,
     ) -> None:
-        """Run ``train_function(hparams)``, or ``train_function(hparams, cluster)``, in a job for each trial, on GPUs.
+        """Run ``train_function`` once for each trial of the search, each in its own SLURM job with GPUs.
 
-        In the process of a trial, call the function and return when it has ended.
+        The function is called as ``train_function(hparams)``, or as ``train_function(hparams, cluster)`` if it has a
+        second parameter for the cluster.
+
+        In the process of a trial, this method calls the function, and returns when the function has ended.
 
         Args:
             train_function: a function of the script. Its return value, a number or a dict of numbers, is the result of
@@ -189,7 +195,9 @@ class SlurmCluster:
         job_name: str = "trial",
         job_display_name: str | None = None,
     ) -> None:
-        """Run the trials without GPUs: one task on each node, or the ``n`` of ``add_slurm_cmd("ntasks-per-node", n)``.
+        """Run ``train_function`` once for each trial of the search, each in its own SLURM job without GPUs.
+
+        A node runs one task, or ``n`` tasks after ``add_slurm_cmd("ntasks-per-node", n)``.
 
         Arguments as for :meth:`optimize_parallel_cluster_gpu`.
         """
@@ -231,7 +239,7 @@ class SlurmCluster:
         )
 
     def _search(self, job_name: str) -> Search:
-        """Return the folder of the search.
+        """Return the search whose folder is in ``log_path``, with the name of the search or of the job.
 
         Raises:
             MisconfigurationException: the name or the path is not usable as a folder.
@@ -257,7 +265,7 @@ class SlurmCluster:
         return Search(path / name)
 
     def _check(self, nb_trials: int | None, gpus: int) -> None:
-        """Raise if a number is below its minimum, or if two settings contradict each other."""
+        """Raise if a numeric setting is below its minimum, or if two settings contradict each other."""
         least = {
             "nb_trials": (nb_trials, 1),
             "per_experiment_nb_nodes": (self.per_experiment_nb_nodes, 1),
@@ -307,7 +315,7 @@ class SlurmCluster:
     # -- files -----------------------------------------------------------------------------------------------
 
     def _write(self, search: Search, call: int, nb_trials: int | None, name: str, gpus: int) -> list[TrialFolder]:
-        """Write the folders of all trials and their scripts.
+        """Write the folder and the batch script of each trial.
 
         Raises:
             MisconfigurationException: a value or an option is invalid, or a folder cannot be written.
@@ -347,7 +355,7 @@ class SlurmCluster:
         return trials
 
     def _draw_all(self, search: Search, nb_trials: int | None) -> Iterator[tuple[TrialFolder, dict[str, Any] | None]]:
-        """Yield each trial's folder with its values; None if the values are drawn when the trial starts."""
+        """Yield (folder, values) for each trial; values are None if they are drawn when the trial starts."""
         options = self.hyperparam_optimizer
         if options is None:
             yield from ((TrialFolder.of(search.path, number), {}) for number in range(nb_trials or 1))
@@ -375,7 +383,7 @@ class SlurmCluster:
         return [*python, *copied.words[1:]], copied.folder, variables
 
     def _batch(self, search: Search, name: str, gpus: int, trials: ScriptTrials) -> Batch:
-        """Return the batch script settings for these trials, with a placeholder for the command."""
+        """Return the settings of the batch script for these trials, with a placeholder as the command."""
         # %4a is SLURM's pattern for the array's task, with four digits as in the folders' names.
         which = "trial_%4a" if trials.number is None else f"trial_{trials.number:04}"
         logs = f"{str(search.path).replace('%', '%%')}/{which}"
@@ -403,7 +411,7 @@ class SlurmCluster:
         )
 
     def _tasks(self) -> int:
-        """Return the number of tasks on a node without GPUs."""
+        """Return the number of tasks that a job without GPUs runs on each node."""
         given = {option.name: option.value for option in self._options}.get("ntasks-per-node", "1")
         if not re.fullmatch("0*[1-9][0-9]*", str(given)):
             raise MisconfigurationException(

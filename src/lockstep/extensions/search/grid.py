@@ -1,4 +1,7 @@
-"""Search space of options and ranges. Its combinations are numbered and computed on demand."""
+"""Search spaces: hyperparameters with lists or ranges of values.
+
+The combinations of values are numbered, and are computed when they are needed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class Options:
         return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
 
     def draw(self, random: Random) -> Any:
-        """Draw one of the values."""
+        """Draw one of the possible values."""
         return self[random.randrange(len(self))]
 
 
@@ -47,8 +50,8 @@ class Range:
     Attributes:
         low: the smallest number.
         high: the largest number.
-        whole: integers only.
-        log: a logarithmic scale.
+        whole: True if the range contains integers only.
+        log: True for a logarithmic scale.
         samples: number of points in a grid.
         type: converts a number to the value of the trial; None leaves it as it is.
     """
@@ -64,7 +67,7 @@ class Range:
         return self.samples if self._whole is None else len(self._whole)
 
     def __getitem__(self, at: int) -> Any:
-        """Return point number ``at`` of the grid. Points are evenly spaced from ``low`` to ``high``."""
+        """Return the grid point with index ``at``; the points are evenly spaced from ``low`` to ``high``."""
         return self.convert(self._spaced(at) if self._whole is None else self._whole[at])
 
     def draw(self, random: Random) -> Any:
@@ -74,12 +77,12 @@ class Range:
         return self.convert(self._between(random.random()))
 
     def convert(self, number: float) -> Any:
-        """Convert a number in the range to the value that a trial gets."""
+        """Convert a number in the range to the value that a trial receives."""
         return number if self.type is None else self.type(number)
 
     @cached_property
     def _whole(self) -> tuple[float, ...] | None:
-        """Distinct points of a grid of integers; None for other ranges."""
+        """The distinct points of the grid if the range contains only integers; else None."""
         return tuple(sorted(set(map(self._spaced, range(self.samples))))) if self.whole else None
 
     def _spaced(self, at: int) -> float:
@@ -101,7 +104,7 @@ Dimension = Options | Range
 
 
 class Space:
-    """Combinations of hyperparameter values, numbered from 0. The first hyperparameter varies slowest.
+    """All combinations of hyperparameter values, numbered from 0; the first hyperparameter varies slowest.
 
     Combinations are computed on demand: memory and time do not depend on their number.
 
@@ -119,7 +122,7 @@ class Space:
 
     @property
     def size(self) -> int:
-        """Number of combinations of the grid; 1 without hyperparameters."""
+        """Number of combinations in the grid; 1 if there are no hyperparameters."""
         return math.prod(map(len, self.dimensions.values()))
 
     @property
@@ -128,7 +131,7 @@ class Space:
         return all(isinstance(dimension, Options) for dimension in self.dimensions.values())
 
     def at(self, number: int) -> dict[str, Any]:
-        """Return the combination with this number, which is below `size`."""
+        """Return the values of combination ``number`` by name; ``number`` is less than `size`."""
         found: list[tuple[str, Any]] = []
         for name, dimension in reversed(self.dimensions.items()):
             number, at = divmod(number, len(dimension))
@@ -136,7 +139,7 @@ class Space:
         return dict(reversed(found))
 
     def draw(self, seed: int, number: int) -> dict[str, Any]:
-        """Draw the combination for trial `number` of a random search. It depends on `seed` and `number` only.
+        """Draw the values for trial `number` of a random search; they depend on `seed` and `number` only.
 
         If all hyperparameters are lists, no combination is repeated in the first `size` trials.
 
@@ -186,7 +189,7 @@ class SearchSettings:
 
 
 def make_options(option: str, values: Iterable[Any] | None, type: Callable[[Any], Any] | None) -> Options:
-    """Create an option's list of values to try, each converted by the option's type.
+    """Create the list of values to try for an option; each value is converted by the option's type.
 
     Args:
         option: name of the option, for errors.
@@ -211,10 +214,10 @@ def make_options(option: str, values: Iterable[Any] | None, type: Callable[[Any]
 
 
 def convert(option: str, value: Any, type: Callable[[Any], Any] | None) -> Any:
-    """Convert a value by an option's type, as argparse converts a word of the command line.
+    """Convert a value with an option's type, as argparse converts the text on a command line.
 
     Raises:
-        MisconfigurationException: the type rejects it.
+        MisconfigurationException: the type rejects the value.
     """
     if type is None or value is None:
         return value
@@ -239,7 +242,7 @@ def make_range(
     log_base: float | None = None,
     type: Callable[[Any], Any] | None = None,
 ) -> Range:
-    """Create a range from checked arguments.
+    """Check the arguments of an option's range of numbers, and create the range.
 
     Args:
         option: name of the option, for errors.
@@ -281,7 +284,7 @@ def _is_finite(number: object) -> bool:
 
 
 def numbers(space: Space, strategy: str, nb_trials: int | None) -> Sequence[int]:
-    """Return the trial numbers of a search.
+    """Return the numbers of a search's trials, in order.
 
     A grid, and a random search of lists, end after the last combination. Optuna may repeat combinations.
 

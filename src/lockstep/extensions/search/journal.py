@@ -1,4 +1,4 @@
-"""Journal file of an Optuna study whose lines are read back and checked after each write.
+"""Journal file of an Optuna study; each write reads its lines back and checks them.
 
 A line is an operation, and trials are numbered by the lines before them. A partial line, left by a killed writer or a
 network file system, must be removed: the next line would be appended to it.
@@ -25,11 +25,11 @@ TRIES = 3
 
 
 class CorruptJournal(RuntimeError):
-    """The journal of a study has a line that is not a complete operation."""
+    """Error raised because a line in a study's journal is not a complete operation."""
 
 
 class StudyJournal(JournalFileBackend):
-    """Journal file for Optuna that detects partial lines on writing, or else on reading.
+    """Journal file for Optuna that detects incomplete lines when it writes them, or at the latest when it reads.
 
     Args:
         path: path of the file, which is created.
@@ -41,7 +41,7 @@ class StudyJournal(JournalFileBackend):
         super().__init__(path, self._file_lock)  # type: ignore[arg-type]  # Optuna's base class of locks is private
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Append operations, one line each, and check them by reading them back.
+        """Append one line for each operation, then read the lines back and check them.
 
         Raises:
             CorruptJournal: the file does not contain what was written.

@@ -1,4 +1,4 @@
-"""Runs the trials of a search on this machine, several at a time, each in a process with its share of the devices."""
+"""Execution of a search's trials on this machine: several at a time, each in a process with its devices."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TrialOutcome:
 
 @dataclass(frozen=True)
 class Trials:
-    """Trials of a search, and settings for running them on this machine.
+    """The trials of a search, and the settings with which they run on this machine.
 
     Attributes:
         folder: folder of the search.
@@ -116,10 +116,10 @@ def run(call: object, trials: Trials) -> list[TrialOutcome]:
 
 @contextlib.contextmanager
 def _exclusively(folder: Path) -> Iterator[None]:
-    """Hold the lock of a search folder, so that no other process runs the same search.
+    """Hold the lock of a search's folder within a context, so that no other process runs the same search.
 
     Raises:
-        MisconfigurationException: another process runs it.
+        MisconfigurationException: another process runs the search.
     """
     call = folder / CALL
     call.touch()
@@ -163,7 +163,10 @@ def _write_call(call: object, folder: Path) -> None:
 
 
 def _to_run(trials: Trials, outcomes: dict[int, TrialOutcome]) -> Iterator[TrialFolder]:
-    """Yield the trials still to run, after writing their values. Record the outcomes of completed trials."""
+    """Yield the trials that have not completed, after writing each trial's values.
+
+    The outcomes of completed trials are added to ``outcomes``.
+    """
     for number, values in trials.values:
         trial = TrialFolder.of(trials.folder, number)
         known = trial.values()
@@ -184,7 +187,7 @@ def _to_run(trials: Trials, outcomes: dict[int, TrialOutcome]) -> Iterator[Trial
 
 
 class _Process:
-    """The process of a trial."""
+    """A process that runs one trial."""
 
     def __init__(self, trial: TrialFolder, trials: Trials, devices: str | None) -> None:
         self.trial = trial
@@ -209,7 +212,7 @@ class _Process:
             self._process.send_signal(number)
 
     def outcome(self, trials: Trials) -> TrialOutcome:
-        """Return the trial's outcome. A trial that did not report its end is recorded as failed."""
+        """Return the trial's outcome; record the trial as failed if it has not reported its end."""
         last, code = read_events(self.trial.events()).last, self._process.returncode
         if last is None or last.end is None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -234,7 +237,7 @@ def _outcome(trial: TrialFolder, trials: Trials) -> TrialOutcome:
 
 
 def _end(processes: Sequence[_Process]) -> None:
-    """End running processes: SIGTERM first, SIGKILL after `GRACE` seconds."""
+    """End running processes by SIGTERM, and by SIGKILL those that still run after `GRACE` seconds."""
     for process in processes:
         process.signal(signal.SIGTERM)
     until = time.monotonic() + GRACE
@@ -246,7 +249,9 @@ def _end(processes: Sequence[_Process]) -> None:
 
 
 def share_devices(devices: Sequence[str], workers: int) -> list[str | None]:
-    """Return the devices of each worker. Workers share devices if there are more workers than devices.
+    """Divide devices among workers; return for each worker the value of CUDA_VISIBLE_DEVICES.
+
+    If there are more workers than devices, several workers use the same device. Without devices, the values are None.
 
     Example:
         >>> share_devices(["0", "1", "2", "3"], 2), share_devices(["0", "1"], 3), share_devices([], 2)

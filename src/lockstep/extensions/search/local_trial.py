@@ -1,7 +1,7 @@
 """Entry point of a trial's process: ``python -m lockstep.extensions.search.local_trial FOLDER``.
 
-`lockstep.extensions.search.local` starts it. Ranks that its Trainer starts with ``strategy="ddp"`` run the same
-command.
+`lockstep.extensions.search.local` starts this process. Ranks that its Trainer starts with ``strategy="ddp"`` run the
+same command.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Lock for processes on several nodes. A symbolic link names the holder; the lock of a dead holder is taken over."""
+"""Lock for processes on several nodes: a symbolic link that names the process that holds the lock.
+
+If this process is dead, another one takes over the lock.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ LONGEST_PAUSE = 0.05
 
 
 class FileLock:
-    """Lock on a file for processes on several nodes, taken by creating a symbolic link that names the holder.
+    """Lock on a file for processes on several nodes; the lock is a symbolic link that names its holder.
 
     Optuna's own tools lock the journal with the same link. The lock of a dead process is taken over at once on the same
     host. A lock from another host is taken over when it has not changed for `grace` seconds.
@@ -52,7 +55,7 @@ class FileLock:
         return True
 
     def take(self) -> str:
-        """Take the lock and return "". If another process that may still run holds the lock, return its name instead.
+        """Take the lock and return ""; if another process holds it and may still run, return that process's name.
 
         Raises:
             OSError: the folder cannot be written, or its file system has no symbolic links.
@@ -79,14 +82,14 @@ class FileLock:
             os.unlink(self.link)
 
     def _holder(self) -> tuple[str, float] | None:
-        """Return the lock's holder and the time at which it took the lock, or None if the lock is free."""
+        """Return the identity of the lock's holder and the time when it took the lock; None if the lock is free."""
         try:
             return os.readlink(self.link), os.lstat(self.link).st_mtime
         except FileNotFoundError:
             return None
 
     def _break(self, stale: tuple[str, float]) -> None:
-        """Remove a stale lock, unless another process has taken it meanwhile."""
+        """Remove the lock of a dead process, unless another process has taken the lock meanwhile."""
         with open(self._path, "rb") as file:
             # Only one process at a time compares and removes. File systems without flock lose that protection.
             with contextlib.suppress(OSError):
@@ -100,7 +103,7 @@ class FileLock:
 
 @contextlib.contextmanager
 def holding(lock: FileLock) -> Iterator[None]:
-    """Hold a lock within a with-block."""
+    """Hold a lock within a context."""
     lock.acquire()
     try:
         yield
@@ -109,7 +112,7 @@ def holding(lock: FileLock) -> Iterator[None]:
 
 
 def _identity() -> str:
-    """Return a text that identifies this process by host, boot, process namespace, pid and start time."""
+    """Return a text that identifies this process: host, boot, process namespace, pid and start time."""
     return f"{_host()}|{os.getpid()}|{_started(os.getpid())}"
 
 
@@ -124,7 +127,7 @@ def _host() -> str:
 
 
 def _started(process: int) -> str:
-    """Return the start time of a process in the system's ticks; "" if it does not exist or has ended."""
+    """Return a process's start time in the system's clock ticks; "" if the process has ended."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

@@ -1,4 +1,4 @@
-"""HyperOptArgumentParser: argparse with options that a search varies."""
+"""HyperOptArgumentParser: an `argparse.ArgumentParser` whose options can be varied by a search."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _running: StudyTrial | None = None
 
 
 def running_trial() -> StudyTrial | None:
-    """Return the study trial that is running in this process, or None."""
+    """Return the trial of an Optuna study that is running in this process, or None."""
     return _running
 
 
@@ -47,9 +47,9 @@ def running_trial() -> StudyTrial | None:
 
 
 class Hyperparameters(argparse.Namespace):
-    """Options of a command line or of a trial, as returned by `HyperOptArgumentParser.parse_args`.
+    """The options of a command line or of one trial, as `HyperOptArgumentParser.parse_args` returns them.
 
-    ``vars()`` contains the options only. Copies keep the search; pickling keeps the options only.
+    ``vars()`` contains the options only. Copies also have the search; pickled objects have the options only.
 
     Attributes:
         trial_number: number of the trial with these values; None without a trial.
@@ -75,11 +75,13 @@ class Hyperparameters(argparse.Namespace):
 
     @property
     def draws_late(self) -> bool:
-        """True if the values of a trial are drawn when it starts, by :meth:`draw`, as with "optuna"."""
+        """True if a trial's values are drawn by :meth:`draw` when the trial starts, as for strategy "optuna"."""
         return self._search is not None and self._search.strategy == "optuna"
 
     def trials(self, nb_trials: int | None = None) -> Iterator[Hyperparameters]:
-        """Return an iterator over the trials, which are the same in every process with the same options.
+        """Return an iterator over the hyperparameters of each trial.
+
+        Every process with the same options gets the same trials.
 
         Args:
             nb_trials: largest number of trials; None for the whole grid.
@@ -98,7 +100,7 @@ class Hyperparameters(argparse.Namespace):
         return (self._trial(number, search) for number in wanted)
 
     def generate_trials(self, nb_trials: int | None = None) -> list[Hyperparameters]:
-        """Return the trials as a list (test-tube's name)."""
+        """Return the hyperparameters of all trials as a list; the method is named as in test-tube."""
         return list(self.trials(nb_trials))
 
     def _trial(self, number: int, search: SearchSettings) -> Hyperparameters:
@@ -126,11 +128,11 @@ class Hyperparameters(argparse.Namespace):
     # -- values in files -------------------------------------------------------------------------------------
 
     def values(self) -> dict[str, Any]:
-        """Return all options by name as JSON values. Other objects are converted to text."""
+        """Return all options by name, as values that JSON supports; objects of other types become text."""
         return {name: _plain(value) for name, value in vars(self).items()}
 
     def with_values(self, values: Mapping[str, Any], number: int | None = None) -> Hyperparameters:
-        """Return a copy with the values of a trial, as written by :meth:`values`.
+        """Return a copy in which the options have the values of a trial, in the form that :meth:`values` returns.
 
         Each value regains its type: it becomes the entry of the option's list, or the value of this command line, with
         the same JSON form. Other text is converted by the option's type.
@@ -156,7 +158,7 @@ class Hyperparameters(argparse.Namespace):
     # -- a study ---------------------------------------------------------------------------------------------
 
     def draw(self, number: int, folder: Path) -> Hyperparameters:
-        """Return the hyperparameters of a trial, drawn by Optuna. The same number always gets the same values.
+        """Return the hyperparameters of a trial, drawn by Optuna; the same number always gets the same values.
 
         All ranks of a trial may call it: rank 0 draws, the others wait for the values. Rank 0 then updates the trial's
         heartbeat until :meth:`finish` or the end of the process.
@@ -179,7 +181,9 @@ class Hyperparameters(argparse.Namespace):
         return self._with(values, number)
 
     def finish(self, number: int, state: End, value: float | None = None) -> End:
-        """Report to the study how the trial ended that :meth:`draw` started in this process; do nothing without one.
+        """Report to the study the end of the trial that :meth:`draw` has started in this process.
+
+        If no trial was started here, do nothing.
 
         Args:
             number: number of the trial.
@@ -204,7 +208,7 @@ class Hyperparameters(argparse.Namespace):
         nb_workers: int = 4,
         log_path: str | os.PathLike[str] | None = None,
     ) -> list[TrialOutcome]:
-        """Run the trials on this machine, each in its own process. Available GPUs are shared among them.
+        """Run the trials on this machine, each in its own process; the processes share the available GPUs.
 
         The function is pickled with cloudpickle; the script does not run again. Failed trials do not stop the others.
 
@@ -235,7 +239,10 @@ class Hyperparameters(argparse.Namespace):
         nb_workers: int = 4,
         log_path: str | os.PathLike[str] | None = None,
     ) -> list[TrialOutcome]:
-        """Run the trials without GPUs, which are hidden from them. Arguments as for :meth:`optimize_parallel`."""
+        """Run the trials on this machine, with all GPUs hidden from them.
+
+        Arguments as for :meth:`optimize_parallel`.
+        """
         return self._run_trials(train_function, nb_trials, [""] * _workers(nb_workers), log_path)
 
     def optimize_parallel_gpu(
@@ -317,7 +324,10 @@ class Hyperparameters(argparse.Namespace):
 
 
 def describe(options: Hyperparameters) -> dict[str, Any]:
-    """Return strategy, mode and the possible values of each option as JSON values, to compare searches."""
+    """Return a search's strategy, mode and possible values of each option as JSON values.
+
+    Two searches with equal descriptions are the same search.
+    """
     search = options._known_search("search")
     dimensions = search.space.dimensions
     found: dict[str, Any] = {"strategy": search.strategy, "mode": search.mode, "tunable": [*dimensions]}
@@ -352,7 +362,7 @@ RESERVED = frozenset(name for name in dir(Hyperparameters) if not name.startswit
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to a JSON value; other objects become text."""
+    """Convert a value to one that JSON supports; objects of other types become text."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, (list, tuple)):
@@ -366,7 +376,9 @@ def _plain(value: Any) -> Any:
 
 
 class HyperOptArgumentParser(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` with options that a search varies, with test-tube's names.
+    """An `argparse.ArgumentParser` whose options can be varied by a search.
+
+    Its methods are named as in the library test-tube.
 
     Args:
         strategy: "grid_search": all combinations, the first option varies slowest; "random_search": drawn from
@@ -430,7 +442,10 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     # -- options ---------------------------------------------------------------------------------------------
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
-        """Add a plain option, as argparse does. The error for an option that exists already explains what to do."""
+        """Add an option that no search varies, as in argparse.
+
+        The error for an option that exists already also says what to do.
+        """
         try:
             return super().add_argument(*args, **kwargs)
         except argparse.ArgumentError as error:
@@ -442,7 +457,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     def opt_list(
         self, *args: str, options: Iterable[Any] | None = None, tunable: bool = False, **kwargs: Any
     ) -> argparse.Action:
-        """Add an option with a list of values to try.
+        """Add an option for which a search tries the values of a list.
 
         Args:
             args: names of the option.
@@ -471,7 +486,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         tunable: bool = False,
         **kwargs: Any,
     ) -> argparse.Action:
-        """Add an option with a range of numbers to try. A grid takes ``nb_samples`` evenly spaced numbers.
+        """Add an option for which a search tries numbers in a range; a grid tries ``nb_samples`` evenly spaced ones.
 
         Args:
             args: names of the option.
@@ -498,7 +513,9 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     add_opt_argument_range = opt_range
 
     def json_config(self, *args: str, **kwargs: Any) -> argparse.Action:
-        """Add an option that names a JSON file, or a YAML file (``.yaml``, ``.yml``), with values for other options.
+        """Add an option whose value is the path of a JSON or YAML file with values for other options.
+
+        A YAML file has the extension ``.yaml`` or ``.yml``.
 
         The command line overrides the file, and the file overrides defaults. Unknown names are kept.
 
@@ -513,7 +530,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         return action
 
     def add_subparsers(self, **kwargs: Any) -> Any:
-        """Add subcommands, as argparse does. Subcommands have plain options only."""
+        """Add subcommands, as in argparse; a search cannot vary options of subcommands."""
         return super().add_subparsers(**{"parser_class": argparse.ArgumentParser, **kwargs})
 
     # -- parsing ---------------------------------------------------------------------------------------------
@@ -524,7 +541,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         """Parse a command line.
 
         Args:
-            args: its words; None for those of this process.
+            args: words of the command line; None for the arguments of this process.
             namespace: values of options that are not on the command line.
         """
         found = super().parse_args(args, namespace)
@@ -534,7 +551,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[Hyperparameters, list[str]]:
-        """Parse a command line and return the options with the words that are not options of this parser."""
+        """Parse a command line; return the options, and the words that this parser does not know."""
         hidden = [action.dest for action in self._actions if action.dest in RESERVED]
         if hidden:
             raise MisconfigurationException(
@@ -562,14 +579,14 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         return SearchSettings(self.strategy, self.seed, self.mode, self.sampler, self.pruner, Space(there), types)
 
     def _type_of(self, action: argparse.Action) -> Callable[[Any], Any] | None:
-        """Return the function that converts an option's value. For an option with several words it converts each."""
+        """Return the function that converts an option's value, word by word if the option takes several words."""
         kind = None if action.type is None else self._registry_get("type", action.type, action.type)
         if kind is None or action.nargs in (None, "?"):
             return kind
         return lambda words: [kind(word) for word in words]
 
     def _from_files(self, args: Sequence[str] | None) -> dict[str, Any]:
-        """Read the files that `json_config` options name."""
+        """Return option values by name from the files that `json_config` options name."""
         found: dict[str, Any] = {}
         configs = [config for config in self._configs if config in self._actions]
         typed = vars(self._words(args)) if configs else {}
@@ -589,7 +606,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         return found
 
     def _words(self, args: Sequence[str] | None) -> argparse.Namespace:
-        """Return each option's unconverted words from a command line, without calling the user's types and actions."""
+        """Return each option's words on a command line as text, without calling the user's types and actions."""
         probe = argparse.ArgumentParser(
             add_help=False,
             prefix_chars=self.prefix_chars,
@@ -612,7 +629,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
 
 
 class _Words(argparse.Action):
-    """Stores the words of an option unconverted."""
+    """An argparse action that stores the words of an option as text."""
 
     def __call__(
         self, parser: object, namespace: argparse.Namespace, values: object, option_string: object = None
@@ -621,7 +638,7 @@ class _Words(argparse.Action):
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read names and values from a JSON or YAML file.
+    """Read option values by name from a JSON or YAML file.
 
     Raises:
         MisconfigurationException: the file is invalid or does not contain a mapping.

@@ -1,4 +1,4 @@
-"""PruneTrial: reports a metric to the study of a search, and stops a pruned trial on all ranks."""
+"""PruneTrial: reports a metric to an Optuna study, and stops the trial on all ranks if the study prunes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PruneTrial(Callback):
-    """Reports a logged metric to the study of a search with ``strategy="optuna"``, and stops pruned trials.
+    """Callback that reports a logged metric to an Optuna study, and stops the trial if the study prunes it.
 
     It reports after each validation, or at the end of each training epoch if validation runs exactly once an epoch.
     The value is reduced over the ranks. Rank 0 queries the study's pruner and broadcasts the answer, so that all ranks
@@ -63,11 +63,11 @@ class PruneTrial(Callback):
 
     @property
     def state_key(self) -> str:
-        """Key of the callback's state, a separate one for each ``monitor``."""
+        """Key of the callback's state, different for each ``monitor``."""
         return self._generate_state_key(monitor=self.monitor)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the trial, and choose the hook that reports."""
+        """Find the trial that runs in this process, and choose the hook that reports to its study."""
         self._at_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
         self._trial = self._trial or running_trial()
         if self._trial is None and stage == "fit":
@@ -76,7 +76,7 @@ class PruneTrial(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report to the study how many earlier reports are in the checkpoint from which the fit continues."""
+        """Give the trial's entry in the study the reports that the checkpoint of a resumed fit contains."""
 
         def begin(trial: StudyTrial) -> bool:
             trial.resume(self.checks)
@@ -86,25 +86,28 @@ class PruneTrial(Callback):
             self._on_rank_0(trainer, begin)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reset the flag of an earlier fit."""
+        """Reset ``pruned``, which an earlier fit may have set."""
         self.pruned = False
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report if validation runs once an epoch. An interrupted epoch is reported after the resume."""
+        """Report the metric if validation runs exactly once an epoch.
+
+        After an interrupted epoch, the resumed fit reports.
+        """
         if self._at_epoch_end and not trainer.fit_loop.is_interrupted:
             self._report(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report after a validation of the fit, if validation does not run exactly once an epoch."""
+        """Report the metric after each validation of a fit, unless validation runs exactly once an epoch."""
         if not self._at_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._report(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of reports."""
+        """Return the number of reports so far."""
         return {"checks": self.checks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the numbering of reports."""
+        """Load the number of reports, from which the numbering continues."""
         self.checks = state_dict["checks"]
 
     def _report(self, trainer: Trainer) -> None:
@@ -120,7 +123,10 @@ class PruneTrial(Callback):
             trainer.should_stop = True
 
     def _on_rank_0(self, trainer: Trainer, ask: Callable[[StudyTrial], bool]) -> bool:
-        """Call ``ask`` on rank 0; return its result or raise its error on all ranks. Return False without a trial."""
+        """Call ``ask`` with the trial on rank 0; return its result, or raise its error, on all ranks.
+
+        Return False if no trial runs here.
+        """
         answer: bool | str = False
         problem: Exception | None = None
         if trainer.is_global_zero and self._trial is not None:
@@ -136,7 +142,7 @@ class PruneTrial(Callback):
         return answer
 
     def _ask(self, trainer: Trainer, trial: StudyTrial, metrics: dict[str, Tensor], value: Tensor | None) -> bool:
-        """Report a value, and return True if the trial is pruned."""
+        """Report a value of the metric to the study, and return True if the study prunes the trial."""
         if value is not None:
             number = float(torch.as_tensor(value))
             prunes = trial.report(self.checks, number)

@@ -1,4 +1,4 @@
-"""Submits, cancels and queries jobs through SLURM's commands."""
+"""Submission, cancellation and queries of jobs with SLURM's commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MANY = 1000
 
 
 class SlurmRefused(RuntimeError):
-    """A SLURM command failed; the message has its output."""
+    """Error raised because a SLURM command failed; the message contains the command's output."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class QueuedJob:
 
 
 def is_available() -> bool:
-    """Return True if this machine has SLURM's commands."""
+    """Return True if SLURM's commands are installed on this machine."""
     return shutil.which("sbatch") is not None
 
 
@@ -51,7 +51,7 @@ def submit(*words: str | Path, text: str | None = None) -> str:
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """Cancel jobs. Jobs that have ended are unchanged.
+    """Cancel jobs, except those that have ended.
 
     Raises:
         SlurmRefused: scancel is missing or failed.
@@ -61,7 +61,7 @@ def cancel(jobs: Iterable[str]) -> None:
 
 
 def query_jobs(jobs: Iterable[str]) -> dict[str, QueuedJob]:
-    """Query the states of jobs. Jobs that SLURM no longer knows are omitted.
+    """Return the states of jobs by number; omit the jobs that SLURM no longer knows.
 
     The controller drops jobs some minutes after their end (MinJobAge). Dropped jobs are looked up with sacct, if the
     cluster has slurmdbd.
@@ -99,7 +99,7 @@ def _in_queue(numbers: Sequence[str]) -> Iterator[tuple[str, QueuedJob]]:
 
 
 def _in_accounts(numbers: Sequence[str]) -> dict[str, QueuedJob]:
-    """Look up jobs that the controller has dropped in the accounts of sacct."""
+    """Query sacct's accounts for jobs that the controller no longer knows."""
     found: dict[str, QueuedJob] = {}
     try:
         for part in _parts(numbers):
@@ -118,7 +118,7 @@ def _parts(jobs: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _run(words: Sequence[str], text: str | None = None) -> str:
-    """Run a SLURM command and return its output."""
+    """Run a SLURM command and return what it prints."""
     try:
         # In its own session: Ctrl-C must not end sbatch between the controller's answer and the reading of its output.
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Builds the text of a batch script for ``sbatch`` from the settings of a job."""
+"""Text of a batch script for ``sbatch``, made from the settings of a job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.launch.script import arguments
 
 @dataclass(frozen=True)
 class Option:
-    """An option of ``sbatch`` added by the user."""
+    """An option of ``sbatch`` that the user has added."""
 
     name: str  #: without leading dashes
     value: str | None = None  #: None for an option without a value
@@ -25,7 +25,7 @@ class Option:
 
 @dataclass(frozen=True)
 class ScriptTrials:
-    """Trials that a batch script runs, either one of a search or all of them as an array job."""
+    """The trials that one batch script runs: a single trial, or all trials of a search as an array job."""
 
     search: str  #: the folder of the search
     number: int | None = None  #: None for an array job, where SLURM_ARRAY_TASK_ID is the number
@@ -106,7 +106,9 @@ CONTROL = r"[\x00-\x1f\x7f]"
 
 
 def option(cmd: str, value: object = None, comment: str = "") -> Option:
-    """Create an option from a name or letter, with or without dashes. The value True means an option without a value.
+    """Create an option of ``sbatch`` from its name or letter, with or without dashes.
+
+    True as the value means an option without a value.
 
     Raises:
         MisconfigurationException: the value is False.
@@ -126,7 +128,7 @@ def option(cmd: str, value: object = None, comment: str = "") -> Option:
 
 
 def to_minutes(time: str | int | None) -> float | None:
-    """Convert a time limit for sbatch to minutes. Return None if the text is not in one of sbatch's formats.
+    """Convert one of sbatch's formats of time limits to minutes; return None for text in no such format.
 
     Example:
         >>> to_minutes("2:00:00"), to_minutes("15"), to_minutes("1-12"), to_minutes("15:30"), to_minutes("UNLIMITED")
@@ -193,7 +195,10 @@ def module_command(module: str) -> str:
 
 
 def _options(batch: Batch) -> list[str]:
-    """Return the ``#SBATCH`` lines. A user's option replaces an equal option of the script, to keep its comment."""
+    """Return the ``#SBATCH`` lines of a batch script.
+
+    If the user has added an option that the script has anyway, the user's one is kept, with its comment.
+    """
     own = _own_options(batch)
     for option in batch.options:
         _check(option, own, batch)
@@ -205,7 +210,7 @@ def _options(batch: Batch) -> list[str]:
 
 
 def _own_options(batch: Batch) -> dict[str, str | None]:
-    """Return the options that the settings imply, by name."""
+    """Return the options of ``sbatch`` that follow from the settings, by name."""
     trials, kind = batch.trials, "" if batch.gpu_type is None else f"{batch.gpu_type}:"
     array = None
     if trials is not None and trials.number is None:
@@ -231,7 +236,7 @@ def _own_options(batch: Batch) -> dict[str, str | None]:
 
 
 def _check(option: Option, own: Mapping[str, str | None], batch: Batch) -> None:
-    """Raise if an option of the user contradicts the script."""
+    """Raise if an option that the user has added contradicts the options of the script."""
     given = f"option --{option.name}{'' if option.value is None else f'={option.value}'} of sbatch"
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]+", option.name):
         raise MisconfigurationException(f"{given} does not exist. Use its long name, such as 'partition'")
@@ -247,7 +252,7 @@ def _check(option: Option, own: Mapping[str, str | None], batch: Batch) -> None:
 
 
 def _lines(option: Option) -> list[str]:
-    """Return the ``#SBATCH`` line of an option, after its comment if there is one."""
+    """Return the ``#SBATCH`` line of an option, and before it a line with the option's comment, if any."""
     comment, line = " ".join(option.comment.split()), f"#SBATCH --{option.name}"
     if option.value is not None:
         value = option.value
@@ -273,10 +278,10 @@ def _trial(trials: ScriptTrials) -> list[str]:
 
 
 def quoted(word: str) -> str:
-    """Quote a word for bash. Control characters become octal escapes, so that the word stays on one line.
+    """Quote a word for bash, so that it stays on one line; control characters become octal escapes.
 
     Raises:
-        MisconfigurationException: it contains a NUL, which no argument of a command can contain.
+        MisconfigurationException: the word contains a NUL, which no argument of a command can contain.
 
     Example:
         >>> print(quoted("a $b"), quoted("two\\nlines"))

@@ -1,4 +1,4 @@
-"""Search folders, the states of their trials, and the submission of trials to SLURM."""
+"""Folders of searches, states of their trials, and submission of trials to SLURM."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OF_JOBS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Numbers of restarts allowed for a trial, counted separately after preemptions and after failures."""
+    """Maximum numbers of restarts of a trial: of those after preemptions, and of those after failures."""
 
     preemptions: int = 100
     failures: int = 3
@@ -55,8 +55,8 @@ class Status:
     """State of a trial.
 
     Attributes:
-        error: reason why it failed or is waiting.
-        node: node of its last start.
+        error: reason why the trial failed or is waiting.
+        node: node of the trial's last start.
     """
 
     trial: TrialFolder
@@ -69,13 +69,13 @@ class Status:
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """Newest metrics that the trial has logged."""
+        """Newest value of each metric that the trial has logged."""
         found: Mapping[str, Any] = self.result.get("metrics", {})
         return found
 
 
 class Search:
-    """Folder of a search, with its settings and trials.
+    """The folder of a search, with its settings and trials.
 
     Args:
         path: path of the folder: ``log_path`` and the name of the search.
@@ -90,7 +90,7 @@ class Search:
             file.write(json.dumps(dict(settings), indent=1).encode() + b"\n")
 
     def claim(self, description: Mapping[str, Any]) -> None:
-        """Write the search's description to the folder, or compare it with the description that is there.
+        """Write the search's description to the folder, or check that the description there is the same.
 
         Args:
             description: description of the search by name, as JSON values.
@@ -115,7 +115,7 @@ class Search:
             )
 
     def settings(self) -> dict[str, Any]:
-        """Read the settings of the search; empty if they are missing or unreadable."""
+        """Return the settings of the search; an empty dict if they are missing or unreadable."""
         try:
             found: dict[str, Any] = json.loads((self.path / SEARCH).read_bytes())
         except (OSError, ValueError):
@@ -124,7 +124,7 @@ class Search:
 
     @property
     def limits(self) -> Limits:
-        """Numbers of restarts allowed for each trial."""
+        """Maximum numbers of restarts of each trial."""
         settings, standard = self.settings(), Limits()
         most = settings.get("max_preemptions", standard.preemptions)
         return Limits(most, settings.get("max_failures", standard.failures))
@@ -139,7 +139,7 @@ def _as_text(description: Mapping[str, Any], name: str) -> str:
 
 
 def found_at(path: str | os.PathLike[str]) -> list[Search]:
-    """Return the searches at a path, which is a search folder or a ``log_path`` that contains several."""
+    """Return the search whose folder is ``path``, or all searches whose folders are in ``path``."""
     if folders(path):
         return [Search(path)]
     return [Search(inner) for inner in sorted(Path(path).glob("*")) if folders(inner)]
@@ -149,7 +149,7 @@ def found_at(path: str | os.PathLike[str]) -> list[Search]:
 
 
 def query_trials(search: Search) -> tuple[list[Status], str]:
-    """Return the states of a search's trials, and SLURM's error message ("" if SLURM answered)."""
+    """Return the state of each trial of a search, and SLURM's error message ("" if SLURM answered)."""
     trials = search.trials()
     histories = [read_events(trial.events()) for trial in trials]
     jobs: dict[str, QueuedJob] = {}
@@ -174,19 +174,19 @@ def query_trials(search: Search) -> tuple[list[Status], str]:
 
 
 def _is_over(history: TrialHistory) -> bool:
-    """Return True if the trial has completed, so that its state no longer depends on SLURM."""
+    """Return True if the trial has completed, so that the state of its job in SLURM no longer matters."""
     return history.current is not None and history.current.end == "completed"
 
 
 def state_of(history: TrialHistory, job: QueuedJob | None, has_answered: bool = True) -> tuple[str, str]:
-    """Return the state of a trial, and the reason why it failed or is waiting.
+    """Return the state of a trial, and the reason if it has failed or is waiting.
 
     A trial is "completed" only if it has reported so itself. A failure counts as a preemption if SLURM restarts the job
     or has lost its node.
 
     Args:
         history: history of the trial, read from its events.
-        job: state of its newest job in SLURM; None if SLURM does not have it.
+        job: state of the trial's newest job in SLURM; None if SLURM does not know the job.
         has_answered: True if SLURM has answered.
     """
     # A completed trial stays completed, whatever SLURM reports: its job may fail or be requeued afterwards.
@@ -212,7 +212,7 @@ def state_of(history: TrialHistory, job: QueuedJob | None, has_answered: bool = 
 
 
 def _by_job(job: QueuedJob | None, has_started: bool) -> tuple[str, str]:
-    """Return the state of a trial that has not reported its end, by the state of its job."""
+    """Return the state of a trial that has not reported its end, and the reason, from the state of its job."""
     if job is None:
         return FAILED, "SLURM no longer has its job, and the trial did not report its end"
     state, why = _OF_JOBS.get(job.state, (FAILED, ""))
@@ -227,7 +227,7 @@ def _by_job(job: QueuedJob | None, has_started: bool) -> tuple[str, str]:
 
 
 def submit_trials(search: Search, trials: Sequence[TrialFolder], submitted: Callable[[str], None]) -> None:
-    """Submit trials whose folders and scripts exist, each as its own job or all as one array job.
+    """Submit trials whose folders and scripts exist, each as a job of its own or all as one array job.
 
     Args:
         search: search of the trials.
@@ -251,7 +251,7 @@ def submit_trials(search: Search, trials: Sequence[TrialFolder], submitted: Call
 
 
 def _submit_each(search: Search, trials: Sequence[TrialFolder]) -> Iterator[tuple[TrialFolder, str]]:
-    """Submit the trials, and yield each with its job as soon as it is in the queue."""
+    """Submit the trials; yield each trial, with the number of its job, as soon as SLURM has accepted the job."""
     settings = search.settings()
     if settings.get("array"):
         limit = settings.get("at_most")
@@ -267,7 +267,7 @@ def _submit_each(search: Search, trials: Sequence[TrialFolder]) -> Iterator[tupl
 
 
 def _starts(trial: TrialFolder) -> int:
-    """Return the number of the trial's next start."""
+    """Return the number that the trial's next start will have."""
     return max((attempt.number + 1 for attempt in read_events(trial.events()).attempts), default=0)
 
 
@@ -301,7 +301,7 @@ def cancel_trials(trials: Iterable[Status]) -> list[TrialFolder]:
 
 
 def exhausted(status: Status, limits: Limits) -> str:
-    """Explain which limit forbids another start of a trial. Return "" if none does."""
+    """Return an explanation of the limit that forbids another start of a trial; "" if no limit does."""
     history = status.history
     # A preemption counts when another start follows it; the current one has none yet.
     lost = history.preemptions + (status.state == PREEMPTED)
@@ -313,7 +313,7 @@ def exhausted(status: Status, limits: Limits) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return numbers as text, with ranges for consecutive ones.
+    """Format numbers as text; consecutive numbers become a range.
 
     Example:
         >>> ranges([0, 1, 2, 5, 7, 8])

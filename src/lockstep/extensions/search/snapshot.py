@@ -1,4 +1,4 @@
-"""Copies the code that git tracks, so that waiting trials run the code that was submitted."""
+"""Copies of the code that git tracks, so that a waiting trial will run the code that was submitted."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lockstep.ground.errors import MisconfigurationException
 
 @dataclass(frozen=True)
 class Copied:
-    """Command that runs copied code.
+    """Command that runs the copied code instead of the original.
 
     Attributes:
         words: words of the command.
-        folder: its working directory.
+        folder: working directory of the command.
         python_path: value for PYTHONPATH; None leaves it unchanged.
     """
 
@@ -28,15 +28,15 @@ class Copied:
 
 
 def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> Copied:
-    """Copy the files that git tracks, in their current state, and change a command to run the copy.
+    """Copy the current files that git tracks, and return a command that runs the copy.
 
     A script keeps its working directory, where its data are. A module (``-m``) is imported from the working directory,
-    so it runs in the copy of that. Entries of PYTHONPATH in the work tree point to the copy.
+    so it runs in the copy of this folder. Entries of PYTHONPATH in the work tree point to the copy.
 
     Args:
         target: folder of the copy; it is replaced.
         words: words of a Python command: ``[python, options, script or -m module, arguments]``.
-        folder: its working directory.
+        folder: working directory of the command.
         python_path: the current PYTHONPATH.
 
     Raises:
@@ -72,7 +72,7 @@ def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> C
 
 
 def _moved(path: str, top: Path, target: Path, folder: str) -> str:
-    """Map a path in the work tree to the copy; make other paths absolute."""
+    """Map a path in git's work tree to the same file in the copy; make any other path absolute."""
     real = os.path.realpath(os.path.join(folder, path))
     if real != str(top) and not real.startswith(f"{top}{os.sep}"):
         return os.path.join(folder, path)

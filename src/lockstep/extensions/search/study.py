@@ -1,4 +1,4 @@
-"""Draws the values of trials in an Optuna study, and records their reports and ends in a journal file."""
+"""Trials of an Optuna study: their values are drawn, and their reports and ends recorded in a journal file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _STATES = {end: state for state, end in _ENDS.items()}
 
 
 class StudyTrial:
-    """Trial of a study, identified by its number in the search. It can be pickled.
+    """Trial of an Optuna study, identified by its number in the search; it can be pickled.
 
     If a trial has reported and starts again, the new start is another entry of the study with the same number and
     values, and the previous entry becomes FAIL. A fit that resumes from a checkpoint inherits the earlier reports
@@ -74,7 +74,7 @@ class StudyTrial:
     # -- values ----------------------------------------------------------------------------------------------
 
     def draw(self) -> dict[str, Any]:
-        """Return the trial's values, after drawing missing ones, and start its heartbeat.
+        """Draw the trial's missing values, start the trial's heartbeat, and return all values by name.
 
         Raises:
             MisconfigurationException: the study has other options or another mode.
@@ -88,10 +88,10 @@ class StudyTrial:
         return self._values(params)
 
     def wait(self) -> dict[str, Any]:
-        """Wait for the values that rank 0 draws, and return them.
+        """Wait until rank 0 has drawn the trial's values, and return the values.
 
         Raises:
-            TimeoutError: they were not drawn within `PATIENCE` seconds.
+            TimeoutError: the values were not drawn within `PATIENCE` seconds.
         """
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
@@ -107,7 +107,7 @@ class StudyTrial:
         )
 
     def _start_entry(self) -> FrozenTrial:
-        """Return the trial's running or ended entry in the study, after creating or restarting the entry if needed."""
+        """Return the trial's entry in the study; create it, or restart the trial with a new entry, if needed."""
         if self._entry() is None:
             enqueued = [trial for trial in self._all(TrialState.WAITING) if NUMBER not in trial.user_attrs]
             if enqueued:  # values that a user has enqueued in the study
@@ -121,7 +121,10 @@ class StudyTrial:
         return self._add_entry(found, keeps=False) if has_run or found.state == TrialState.FAIL else found
 
     def _sample(self, entry: FrozenTrial) -> dict[str, Any]:
-        """Return Optuna's parameters of an entry, and draw those that are missing after an interrupted draw."""
+        """Return the values that Optuna has stored in an entry.
+
+        If an earlier draw was interrupted, the values that are missing are drawn.
+        """
         space = self.settings.space.dimensions
         if entry.params.keys() >= space.keys():
             return entry.params
@@ -146,7 +149,7 @@ class StudyTrial:
     # -- reports ---------------------------------------------------------------------------------------------
 
     def resume(self, checks: int) -> None:
-        """Prepare the trial's entry for a fit, with the reports that are in the fit's checkpoint.
+        """Prepare the trial's entry for a fit: it gets the reports that the fit's checkpoint contains.
 
         Args:
             checks: number of reports in the fit's checkpoint; 0 without one.
@@ -163,7 +166,7 @@ class StudyTrial:
                 self._copy_reports(entry, earlier[-1], checks)
 
     def _copy_reports(self, entry: FrozenTrial, earlier: FrozenTrial, checks: int) -> None:
-        """Copy the first ``checks`` reports of an earlier entry."""
+        """Copy to an entry the first ``checks`` reports of an earlier entry of the trial."""
         for step, value in earlier.intermediate_values.items():
             if step < checks:
                 self._storage.set_trial_intermediate_value(entry._trial_id, step, value)
@@ -171,10 +174,10 @@ class StudyTrial:
             self._storage.set_trial_user_attr(entry._trial_id, PRUNED_AT, earlier.user_attrs[PRUNED_AT])
 
     def report(self, step: int, value: float) -> bool:
-        """Report a value to the study, and return True if its pruner stops the trial.
+        """Report a value to the study, and return True if the study's pruner stops the trial.
 
         Args:
-            step: number of the report. A value that this fit has reported for it before is kept.
+            step: number of the report. If this fit has reported a value for it before, that value is kept.
             value: value that the search minimizes or maximizes.
         """
         with self._drawing():
@@ -190,15 +193,15 @@ class StudyTrial:
         return prunes
 
     def finish(self, number: int, state: End, value: float | None) -> End:
-        """Report to the study how the trial ended. A trial that has ended already is unchanged.
+        """Report to the study how the trial ended, unless the study has recorded an end already.
 
         Args:
             number: number of the trial.
-            state: how it ended.
+            state: how the trial ended.
             value: value of a completed trial; None: the last report.
 
         Returns:
-            The state in the study.
+            The state of the trial that the study has recorded.
         """
         if number != self.number:
             raise ValueError(f"trial {number} was not started in this process, but trial {self.number} was")
@@ -227,12 +230,14 @@ class StudyTrial:
         return state
 
     def _running_entry(self) -> FrozenTrial:
-        """Return the trial's entry. A failed entry is replaced by a running copy with its values and reports."""
+        """Return the trial's entry; if it has failed, replace it by a running copy with the same values and reports."""
         entry = self._known_entry()
         return self._add_entry(entry, keeps=True) if entry.state == TrialState.FAIL else entry
 
     def _add_entry(self, entry: FrozenTrial, keeps: bool) -> FrozenTrial:
-        """Add a running copy of an entry, with its reports only if ``keeps``, and return the copy.
+        """Add a running copy of an entry to the study, and return the copy.
+
+        The copy has the entry's reports only if ``keeps`` is True.
 
         The original entry becomes FAIL if it is still running.
         """
@@ -252,7 +257,7 @@ class StudyTrial:
         return self._known_entry()
 
     def mark_failed(self) -> None:
-        """Mark the trial as failed, if it is running in the study but its process has ended."""
+        """Mark the trial as failed if the study has it as running although its process has ended."""
         with self._drawing():
             entry = self._entry()
             if entry is not None and entry.state == TrialState.RUNNING:
@@ -272,7 +277,7 @@ class StudyTrial:
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Hold the lock that keeps other processes from starting, reporting or ending a trial."""
+        """Hold a lock within a context; no other process can start, report or end a trial meanwhile."""
         self.folder.mkdir(parents=True, exist_ok=True)
         journal = self.folder / JOURNAL
         journal.touch()
@@ -292,7 +297,7 @@ class StudyTrial:
         return self._study._storage
 
     def _open(self, makes: bool) -> optuna.Study:
-        """Open the study in the journal.
+        """Open the study that the journal contains.
 
         Raises:
             KeyError: the study does not exist and ``makes`` is False.
@@ -326,11 +331,11 @@ class StudyTrial:
         return self._study.get_trials(deepcopy=False, states=states or None)
 
     def _entries(self) -> list[FrozenTrial]:
-        """Return the entries of the trial, the newest last."""
+        """Return the study's entries for this trial, the newest last."""
         return [trial for trial in self._all() if trial.user_attrs.get(NUMBER) == self.number]
 
     def _entry(self) -> FrozenTrial | None:
-        """Return the newest entry of the trial, or None."""
+        """Return the study's newest entry for this trial, or None if there is no entry."""
         mine = self._entries()
         return mine[-1] if mine else None
 
@@ -341,9 +346,9 @@ class StudyTrial:
 
 
 def fail_dead(folder: Path) -> list[int]:
-    """Mark the trials without a heartbeat as failed, and return their numbers.
+    """Mark the trials whose heartbeat has stopped as failed, and return their numbers.
 
-    Trials do so when they start and end. This function serves when no other trial starts or ends.
+    Each trial also does this when it starts and ends. This function serves when no trial starts or ends any more.
 
     Args:
         folder: folder of the search. Nothing happens if it has no study.
@@ -361,7 +366,7 @@ def fail_dead(folder: Path) -> list[int]:
 
 
 def _fail_dead(study: optuna.Study, folder: Path) -> list[int]:
-    """Mark the trials without a heartbeat as failed. The caller holds the lock."""
+    """Mark the trials whose heartbeat has stopped as failed. The caller must hold the lock."""
     # Heartbeats are times of the file system, whose clock may differ from this node's.
     clock = folder / BEAT
     clock.touch()
@@ -389,7 +394,7 @@ def _fail_dead(study: optuna.Study, folder: Path) -> list[int]:
 
 
 def _suggest(trial: optuna.Trial, name: str, dimension: Dimension) -> Any:
-    """Draw the value of a hyperparameter with Optuna."""
+    """Let Optuna draw a value of a hyperparameter."""
     if isinstance(dimension, Options):
         return trial.suggest_categorical(name, _labels(dimension))
     if dimension.whole:
@@ -398,7 +403,12 @@ def _suggest(trial: optuna.Trial, name: str, dimension: Dimension) -> Any:
 
 
 def _labels(options: Options) -> list[Any]:
-    """Return labels that Optuna can store and distinguish: the values, or else their numbers and texts."""
+    """Return a label for each value: the value itself if Optuna can store and distinguish all values.
+
+    Otherwise a label is the value's index and text.
+
+    Else a label is the value's index and text.
+    """
     values = list(options.values)
     scalars = all(value is None or type(value) in (bool, int, float, str) for value in values)
     if scalars and all(values.index(value) == at for at, value in enumerate(values)):

@@ -29,7 +29,7 @@ examples:
 
 
 def submit(words: Sequence[str]) -> int:
-    """Run the command and return its exit code.
+    """Run ``lockstep submit`` and return its exit code.
 
     Args:
         words: arguments after ``lockstep submit``.

@@ -1,4 +1,4 @@
-"""Trials of a search as a table (text, CSV or JSON), with the best one by a metric."""
+"""Table of a search's trials as text, CSV or JSON, with the best trial by a metric."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LARGEST = ("acc", "auc", "f1", "score", "precision", "recall", "reward", "iou", 
 
 @dataclass(frozen=True)
 class Order:
-    """Metric that compares trials, and whether its largest value is the best."""
+    """The metric by which trials are compared, and whether the largest value is the best."""
 
     metric: str
     largest: bool
 
     def of(self, status: Status) -> float | None:
-        """Return the metric of a trial; None if it is missing or not a number."""
+        """Return the trial's value of the metric; None if it is missing or not a number."""
         value = status.metrics.get(self.metric)
         return None if not isinstance(value, (int, float)) or math.isnan(value) else float(value)
 
@@ -44,7 +44,7 @@ class Order:
         return -value if self.largest else value
 
     def lines(self, statuses: Iterable[Status]) -> list[str]:
-        """Return a line about the best trial that has ended, or an empty list if none has."""
+        """Return a list with a line about the best of the trials that have ended; empty if none has ended."""
         ended = [each for each in statuses if each.state in (COMPLETED, PRUNED) and self.of(each) is not None]
         if not ended:
             return []
@@ -53,7 +53,7 @@ class Order:
 
 
 def order_by(statuses: Sequence[Status], metric: str | None, largest: bool | None) -> Order | None:
-    """Choose the metric that compares trials; None if there is no obvious one.
+    """Choose the metric by which trials are compared; return None if there is no obvious choice.
 
     Args:
         statuses: states of the trials.
@@ -76,7 +76,7 @@ def order_by(statuses: Sequence[Status], metric: str | None, largest: bool | Non
 
 
 def names_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the keys of all rows, in the order of their first occurrence."""
+    """Return the keys of all rows, each once, in the order in which they first occur."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
@@ -89,7 +89,7 @@ def differing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def seconds(status: Status) -> float:
-    """Return the seconds that a trial has run, over all its starts, as far as they are recorded."""
+    """Return how many seconds a trial has run in all its starts, as far as its events tell."""
     last = status.history.last
     if last is None:
         return 0.0
@@ -105,12 +105,12 @@ def seconds(status: Status) -> float:
 
 
 def text(name: str, statuses: Sequence[Status], order: Order | None, everything: bool = False) -> str:
-    """Return the table as text: a line for each trial, and a line that names the best one.
+    """Format the trials as text: a line for each trial, and a line that names the best one.
 
     Args:
         name: name of the search.
         statuses: states of the trials, in the order of the table.
-        order: order that determines the best trial; None for none.
+        order: the metric that determines the best trial; None if no trial is to be named the best.
         everything: show all metrics, and hyperparameters that are the same in all trials.
     """
     counts = Counter(status.state for status in statuses)
@@ -150,7 +150,7 @@ def _columns(statuses: Sequence[Status], values: Iterable[str], metrics: Iterabl
 
 
 def _cell_of(found: Mapping[str, Any], name: str) -> str:
-    """Return the cell of a value, or "" if it is missing."""
+    """Return the text of the table's cell for a value; "" if the value is missing."""
     return _cell(found[name]) if name in found else ""
 
 
@@ -201,7 +201,7 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield column and value of each cell of a row."""
+    """Yield the column name and the value of each cell in a row."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             for inner, each in value.items():

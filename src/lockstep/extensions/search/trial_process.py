@@ -1,4 +1,4 @@
-"""Calls the user's function with a trial's values, in the trial's process, and records how the trial ends."""
+"""Call of the user's function with a trial's values, in the trial's process, and record of how the trial ends."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LONGEST_ERROR = 1000
 
 @dataclass
 class OwnSaving:
-    """The user's own functions that save and load a trial, or None."""
+    """The user's own functions that save and load a trial; None for a function that the user has not set."""
 
     save: Callable[[], object] | None = None
     load: Callable[[], object] | None = None
 
     def call_load(self) -> None:
-        """Call the function that loads, if it is set and was not called yet."""
+        """Call the user's load function if it is set and has not been called yet."""
         load, self.load = self.load, None
         if load is not None:
             load()
@@ -70,12 +70,12 @@ def run_trial(main: Callable[[Any], object], options: Hyperparameters | None, sa
 
 
 def has_saved(here: Trial) -> bool:
-    """Return True if an earlier start of the trial was saved by the user's own function."""
+    """Return True if the user's save function was called in an earlier start of the trial."""
     return here.attempt > 0 and any(event.get("event") == "saved" for event in TrialFolder(here.folder).events())
 
 
 class _Start:
-    """Start of a trial in the process of one of its ranks.
+    """One start of a trial, in the process of one of the trial's ranks.
 
     Args:
         options: options of the script, replaced by the trial's values.
@@ -90,7 +90,7 @@ class _Start:
         self._busy = self._saved = False
 
     def note(self, event: str, **details: object) -> None:
-        """Record an event, on rank 0 only."""
+        """Record an event of the trial, on rank 0 only."""
         if self.leads:
             self.trial.note(event, attempt=self.here.attempt, **details)
 
@@ -120,7 +120,7 @@ class _Start:
         self.hparams = self._values()
 
     def _values(self) -> Hyperparameters | None:
-        """Return the options with the trial's values, read from its file or drawn by the study."""
+        """Return the options with the trial's values, which are read from its file or drawn by the study."""
         if self._options is None:
             return None
         if self._options.draws_late:
@@ -136,12 +136,15 @@ class _Start:
         return self._options.with_values(values, self.trial.number)
 
     def fail(self, error: BaseException) -> None:
-        """Record why this rank failed. Rank 0 also reports it to the study."""
+        """Record why this rank failed; rank 0 also reports the failure to the study."""
         self.trial.note("failed", attempt=self.here.attempt, rank=rank_zero_only.rank, error=error_line(error))
         self._finish("failed")
 
     def complete(self, metrics: Mapping[str, float], value: float | None) -> None:
-        """Record the result and the end, in the study and in the trial's folder. On rank 0 only."""
+        """Record that the trial has completed, with its result, in the study and in the trial's folder.
+
+        Only rank 0 records.
+        """
         if metrics and self.leads:
             self.trial.log(metrics, attempt=self.here.attempt)
         if self._finish("completed", value) == "pruned":
@@ -149,7 +152,7 @@ class _Start:
         self.note("completed", value=value)
 
     def _finish(self, state: End, value: float | None = None) -> End:
-        """Report the end to the study on rank 0, and return the state that the study records."""
+        """Report on rank 0 to the study how the trial ended; return the state that the study has recorded."""
         if self.hparams is None or not self.leads:
             return state
         return self.hparams.finish(self.trial.number, state, value)
@@ -158,7 +161,9 @@ class _Start:
 
     @contextmanager
     def acts_on_signals(self) -> Iterator[None]:
-        """Handle the signals of a time limit or preemption within a with-block. A fit handles them itself.
+        """Within a context, handle the signals that announce a time limit or preemption.
+
+        During a fit, the Trainer handles them instead.
 
         SIGUSR1 and SIGUSR2 requeue the job if the user's own function saves, or if an earlier fit has left a
         checkpoint. Otherwise they have no effect, because the trial could only start from scratch.
@@ -205,7 +210,7 @@ class _Start:
 
 
 def takes_cluster(main: Callable[..., Any]) -> bool:
-    """Return True if a function takes the cluster as its second argument.
+    """Return True if a function's second parameter is for the cluster.
 
     Example:
         >>> takes_cluster(lambda hparams: 0), takes_cluster(lambda hparams, cluster: 0)
@@ -222,12 +227,17 @@ def takes_cluster(main: Callable[..., Any]) -> bool:
 
 
 def wrap_main(main: Callable[..., object], second: Callable[[], object]) -> Callable[[Any], object]:
-    """Wrap a function to take the hyperparameters only. A second parameter receives the result of ``second()``."""
+    """Wrap a function so that it can be called with the hyperparameters only.
+
+    If it has a second parameter for the cluster, this receives the result of ``second()``.
+    """
     return (lambda hparams: main(hparams, second())) if takes_cluster(main) else main
 
 
 def to_metrics(returned: object) -> tuple[dict[str, float], float | None]:
-    """Convert the return value of a trial's function to metrics by name, and its value if it is a number.
+    """Return the metrics by name, and the trial's value, from what the trial's function has returned.
+
+    The value is None unless the function has returned a number.
 
     Example:
         >>> to_metrics(0.5), to_metrics({"loss": 1, "name": "x"}), to_metrics(None)

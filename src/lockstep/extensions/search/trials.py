@@ -92,23 +92,23 @@ class TrialFolder:
     # -- events --------------------------------------------------------------------------------------------
 
     def note(self, event: str, **details: object) -> None:
-        """Append an event with the time and this host.
+        """Append an event to the trial's events, with the time and the name of this host.
 
         Args:
-            event: its name.
+            event: name of the event.
             details: further fields: ``job``, ``attempt``, ``rank``, ``error``, ``value``.
         """
         entry = {"event": event, "time": time.time(), "host": socket.gethostname(), **details}
         _append(self.path / EVENTS, entry)
 
     def events(self) -> list[dict[str, Any]]:
-        """Return all events in the order of writing, without lines cut by a crash."""
+        """Return all events in the order in which they were written, without lines that a crash has cut off."""
         return list(_lines(self.path / EVENTS))
 
     # -- metrics -------------------------------------------------------------------------------------------
 
     def log(self, metrics: Mapping[str, float], **progress: int) -> None:
-        """Append metrics to the curves, and update the newest values.
+        """Append metrics to the trial's curves, and update the file with the newest values.
 
         Args:
             metrics: metrics by name. The newest values keep earlier metrics that are missing here.
@@ -121,15 +121,18 @@ class TrialFolder:
             file.write(encoded({**entry, "metrics": {**earlier, **metrics}}))
 
     def result(self) -> dict[str, Any]:
-        """Return the newest values (``metrics``) with ``epoch``, ``step`` and ``time``; empty before the first."""
+        """Return the newest metrics, with ``epoch``, ``step`` and ``time``; an empty dict before the first."""
         return _read_json(self.path / RESULT) or {}
 
     def curves(self) -> list[dict[str, Any]]:
-        """Return all logged metrics, with one dict for each call of :meth:`log`."""
+        """Return a list of all logged metrics, with one dict for each call of :meth:`log`."""
         return list(_lines(self.path / METRICS))
 
     def last_line(self) -> str:
-        """Return the last line of stderr, or else of stdout. Lines of SLURM count only if there are no others."""
+        """Return the last line of the trial's stderr, or of its stdout if stderr has none.
+
+        Lines that SLURM has written count only if there are no other lines.
+        """
         lines = [line.strip() for name in (STDOUT, STDERR) for line in _tail(self.path / name).splitlines()]
         lines = [line for line in lines if line]
         own = [line for line in lines if not line.startswith(("srun:", "slurmstepd:"))]
@@ -154,7 +157,7 @@ def encoded(values: Mapping[str, Any]) -> bytes:
 
 
 def folders(search: str | os.PathLike[str]) -> list[TrialFolder]:
-    """Return the trials of a search, sorted by number; none if the folder does not exist."""
+    """Return the folders of a search's trials, sorted by number; an empty list if there is no such search."""
     try:
         names = os.listdir(search)
     except (FileNotFoundError, NotADirectoryError):
@@ -182,13 +185,13 @@ class Attempt:
 
 @dataclass
 class TrialHistory:
-    """History of a trial, read from its events.
+    """History of a trial, as its events record it.
 
     Attributes:
-        jobs: jobs that it was submitted as, the newest last.
-        attempts: its starts.
-        submitted: time of its last submission.
-        cancelled: True if it was cancelled after its last start or submission.
+        jobs: numbers of the jobs as which the trial was submitted, the newest last.
+        attempts: the trial's starts, in order.
+        submitted: time of the trial's last submission.
+        cancelled: True if the trial was cancelled after its last start or submission.
     """
 
     jobs: list[str] = field(default_factory=list)
@@ -198,32 +201,32 @@ class TrialHistory:
 
     @property
     def job(self) -> str:
-        """The newest job; "" if there is none."""
+        """Number of the newest job; "" if the trial was never submitted."""
         return self.jobs[-1] if self.jobs else ""
 
     @property
     def last(self) -> Attempt | None:
-        """The newest start."""
+        """The newest start; None if the trial has not started."""
         return self.attempts[-1] if self.attempts else None
 
     @property
     def is_waiting(self) -> bool:
-        """True if the trial was submitted, or submitted again, and has not started since then."""
+        """True if the trial has been submitted and has not started since its newest submission."""
         return bool(self.job) and (self.last is None or self.submitted > self.last.started)
 
     @property
     def current(self) -> Attempt | None:
-        """The newest start; None if the trial was submitted again after it."""
+        """The newest start; None if the trial has been submitted again since that start."""
         return None if self.is_waiting else self.last
 
     @property
     def failures(self) -> int:
-        """Number of starts that an exception ended, except those that SLURM itself restarted."""
+        """Number of starts that ended with an exception and that SLURM did not restart by itself."""
         return self.restarts - self.preemptions + (self.last is not None and self.last.end == "failed")
 
     @property
     def preemptions(self) -> int:
-        """Number of restarts that were not resubmissions after a failure."""
+        """Number of restarts, without those by which a user resubmitted the trial after a failure."""
         pairs = zip(self.attempts, self.attempts[1:], strict=False)
         return self.restarts - sum(attempt.end == "failed" and then.job != attempt.job for attempt, then in pairs)
 

@@ -1,4 +1,4 @@
-"""``lockstep trials``: shows the trials of a search as a table, resubmits and cancels them."""
+"""``lockstep trials``: shows the trials of a search as a table, resubmits trials and cancels trials."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CLEAR = "\033[H\033[2J"
 
 
 def trials(words: Sequence[str]) -> int:
-    """Run the command and return its exit code.
+    """Run ``lockstep trials`` and return its exit code.
 
     Args:
         words: arguments after ``lockstep trials``.
@@ -103,7 +103,7 @@ def _parser() -> CommandParser:
 
 
 def _watch(found: Sequence[Search], given: argparse.Namespace) -> int:
-    """Show the table until no state changes any more, and resubmit the selected trials meanwhile."""
+    """Show the table repeatedly, and resubmit the selected trials, until no trial's state can change any more."""
     reported: set[str] = set()
     while True:
         # Before the table, which then shows the resubmitted trials as pending.
@@ -117,7 +117,7 @@ def _watch(found: Sequence[Search], given: argparse.Namespace) -> int:
 
 
 def _query_trials(search: Search) -> tuple[list[Status], str]:
-    """Return the states of the trials, and SLURM's error message ("" if SLURM answered)."""
+    """Return the state of each trial, and SLURM's error message ("" if SLURM answered)."""
     # Dead trials of a study are marked here, because there may be no other trial left that would do so.
     if (search.path / JOURNAL).exists() and importlib.util.find_spec("optuna") is not None:
         from lockstep.extensions.search.study import fail_dead
@@ -128,7 +128,7 @@ def _query_trials(search: Search) -> tuple[list[Status], str]:
 
 
 def _show(found: Sequence[Search], given: argparse.Namespace) -> list[Status]:
-    """Print the tables and return the states of all trials."""
+    """Print a table for each search, and return the states of all trials."""
     shown: list[Status] = []
     rows = []
     for search in found:
@@ -156,7 +156,7 @@ def _show(found: Sequence[Search], given: argparse.Namespace) -> list[Status]:
 
 
 def _resubmit(search: Search, given: argparse.Namespace, reported: set[str]) -> int:
-    """Resubmit trials and return their number.
+    """Resubmit the trials that the command line selects, and return their number.
 
     Args:
         search: search of the trials.
@@ -188,7 +188,7 @@ def _resubmit(search: Search, given: argparse.Namespace, reported: set[str]) -> 
 
 
 def _chosen(statuses: Sequence[Status], what: str) -> list[Status]:
-    """Return the trials to resubmit.
+    """Return the trials that ``--resubmit`` selects.
 
     Raises:
         MisconfigurationException: the state or trial does not exist, or the trial is pending, running or completed.

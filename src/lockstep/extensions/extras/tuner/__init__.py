@@ -1,1 +1,1 @@
-"""Searches before a fit: a learning rate, and the largest batch that fits the device."""
+"""Searches before a fit: for a learning rate, and for the largest batch size that fits into memory."""

@@ -1,4 +1,4 @@
-"""Search for the largest batch size that runs some steps without exhausting memory."""
+"""Search for the largest batch size with which some steps run without exhausting memory."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class BatchSizeSearch:
 
 
 def search(fits: Callable[[int], bool], covers: Callable[[int], bool], settings: BatchSizeSearch) -> int:
-    """Return the largest batch size that fits, or 0 if not even 1 does.
+    """Return the largest batch size that fits into memory, or 0 if not even a batch of 1 fits.
 
     Args:
-        fits: tries a size.
+        fits: tries a size, and returns True if it fits into memory.
         covers: returns True if a tried size covers the whole data set, so that larger ones make no difference.
         settings: settings of the search.
     """
@@ -96,7 +96,10 @@ def search(fits: Callable[[int], bool], covers: Callable[[int], bool], settings:
 
 
 class _Counter(Callback):
-    """Ends a trial of manual optimization after a number of batches, because its steps cannot be counted."""
+    """Callback that ends a trial after a number of batches.
+
+    With manual optimization, ``max_steps`` cannot end the trial, because the number of steps per batch is unknown.
+    """
 
     def __init__(self, batches: int) -> None:
         self._remaining = batches
@@ -135,7 +138,7 @@ def check_data(trainer: Trainer, name: str) -> None:
 
 
 def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
-    """Search for the batch size within a Trainer call, set the attribute to the result and return it.
+    """Search for the batch size inside a call of the Trainer; set the attribute to the result, and return it.
 
     Return None in a ``fast_dev_run``.
 
@@ -188,7 +191,7 @@ def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
 
 
 def _run_trial(trainer: Trainer, snapshot: TrialSnapshot, steps: int) -> int:
-    """Run one trial and return the number of samples in the data set; 0 if unknown."""
+    """Run one trial; return the number of samples in the data set, or 0 if it is unknown."""
     if trainer.state.fn is not TrainerFn.FITTING:
         flags: dict[str, Any] = {f"limit_{STAGES[str(trainer.state.fn)]}_batches": steps}
         with trial(trainer, snapshot, [], **flags):
@@ -211,7 +214,7 @@ def _samples(loaders: object) -> int:
 
 
 def _make_loaders_again(trainer: Trainer) -> None:
-    """Drop the loaders of the Trainer call, which then creates them with the new batch size."""
+    """Drop the loaders of the current Trainer call, so that it creates new ones with the new batch size."""
     if trainer.state.fn is not TrainerFn.FITTING:
         loop = getattr(trainer, f"{trainer.state.fn}_loop")
         if loop.feed is not None:
@@ -233,7 +236,7 @@ def _make_loaders_again(trainer: Trainer) -> None:
 
 
 class BatchSizeFinder(Callback):
-    """Finds the largest batch size that fits into memory when a Trainer call starts, and runs the call with it.
+    """Callback that finds the largest batch size that fits into memory, with which the Trainer call then runs.
 
     The loaders must come from hooks of the module or of a data module that read the attribute.
 
@@ -281,7 +284,7 @@ class BatchSizeFinder(Callback):
         check_data(trainer, self._settings.batch_arg_name)
 
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search now. Everything except the batch size is restored afterwards."""
+        """Run the search, and then restore everything except the batch size."""
         self.optimal_batch_size = scale_batch_size(trainer, self._settings)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

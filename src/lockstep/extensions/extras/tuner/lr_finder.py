@@ -1,4 +1,4 @@
-"""Learning rate range test: trains with a rate that rises at each step, and finds where the loss falls fastest."""
+"""Learning rate range test: training with a rising rate shows at which rate the loss falls fastest."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LRFinder:
         self._optimal_idx: int | None = None
 
     def rate(self, step: int) -> float:
-        """Return the learning rate for a step of the range test. Steps are counted from 0."""
+        """Return the learning rate for a step of the range test, counted from 0."""
         if step == 0:
             return self.lr_min
         share = (step + 1) / self.num_training
@@ -74,7 +74,7 @@ class LRFinder:
         return self.lr_min * float((self.lr_max / self.lr_min) ** share)
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the rate with the steepest fall of the smoothed loss.
+        """Return the learning rate at which the smoothed loss falls most steeply.
 
         Return None, with a warning, if fewer than two finite losses remain.
 
@@ -99,7 +99,7 @@ class LRFinder:
         return self.results["lr"][self._optimal_idx]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Any:
-        """Plot the loss over the learning rate, and return the figure.
+        """Plot the loss against the learning rate, and return the figure.
 
         Args:
             suggest: mark the suggested rate with a red point.
@@ -134,7 +134,7 @@ _LRFinder = LRFinder
 
 
 class _RangeTestRates(LRScheduler):
-    """Scheduler with the rates of a range test, one per step."""
+    """Scheduler that sets the learning rate of a range test for each step."""
 
     def __init__(self, optimizer: Optimizer, finder: LRFinder) -> None:
         self._finder = finder
@@ -147,7 +147,7 @@ class _RangeTestRates(LRScheduler):
 
 
 class _RateRecorder(Callback):
-    """Records rate and smoothed loss of each step, and stops a test that diverges."""
+    """Callback that records the learning rate and smoothed loss of each step, and stops a test that diverges."""
 
     def __init__(self, finder: LRFinder, threshold: float | None, bar: tqdm[Any] | None) -> None:
         self._results = finder.results
@@ -252,7 +252,7 @@ def _attribute_name(trainer: Trainer, attr_name: str) -> str:
 
 
 def lr_find(trainer: Trainer, settings: RangeTest, show_progress: bool) -> LRFinder | None:
-    """Run a range test inside a fit that has its optimizers; return None in a ``fast_dev_run``.
+    """Run a range test inside a fit, after the optimizers are created; return None in a ``fast_dev_run``.
 
     With ``update_attr`` the attribute and the optimizer use the suggestion. Before training, ``configure_optimizers``
     is called again; later, all groups of the optimizer get the rate.
@@ -296,7 +296,7 @@ def lr_find(trainer: Trainer, settings: RangeTest, show_progress: bool) -> LRFin
 
 
 def _use_rate(trainer: Trainer, name: str, rate: float) -> None:
-    """Set the found rate, with which the fit continues."""
+    """Set the attribute, and the optimizer's learning rate, to the rate that the search has found."""
     set_everywhere(trainer, name, rate)
     rank_zero_info(f"The learning rate finder set `{name}` to {rate} ({', '.join(places_of(trainer, name))}).")
     if not has_started(trainer):
@@ -308,7 +308,7 @@ def _use_rate(trainer: Trainer, name: str, rate: float) -> None:
 
 
 def limited(limit: int | float, batches: int) -> int | float:
-    """Return a limit of batches reduced to ``batches``. Fractions below 1.0 are unchanged."""
+    """Return a Trainer's limit of batches, reduced to ``batches``; a fraction below 1.0 is not changed."""
     if isinstance(limit, float):
         return batches if limit == 1.0 else limit
     return min(limit, batches)
@@ -324,9 +324,9 @@ def _bar(steps: int) -> Any:
 
 
 class LearningRateFinder(Callback):
-    """Finds a learning rate by a range test when a fit starts, and continues with it.
+    """Callback that finds a learning rate by a range test when a fit starts; the fit then uses this rate.
 
-    A resumed fit continues with the rate found before, without another test.
+    A resumed fit continues with the rate that was found before, without another test.
 
     Args:
         min_lr: first rate.
@@ -375,7 +375,7 @@ class LearningRateFinder(Callback):
         self._is_restored = False
 
     def lr_find(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Run the range test now. Everything except the learning rate is restored afterwards."""
+        """Run the range test, and then restore everything except the learning rate."""
         show = trainer.progress_bar_callback is not None
         self.optimal_lr = lr_find(trainer, self._settings, show_progress=show)
         if self._settings.update_attr and self.optimal_lr is not None:
@@ -392,10 +392,10 @@ class LearningRateFinder(Callback):
             rank_zero_info(f"`{name}` is {self._found}, found earlier in this run, so no range test runs.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rate that was found."""
+        """Return the learning rate that the range test has found."""
         return {"found": self._found}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the rate; the next fit uses it without a test."""
+        """Load the learning rate that was found; the next fit uses it without another range test."""
         self._found = None if state_dict["found"] is None else float(state_dict["found"])
         self._is_restored = True

@@ -1,4 +1,4 @@
-"""Runs a trial, a short training or evaluation after which the Trainer and the model are restored."""
+"""Trials: short trainings or evaluations, after which the Trainer and the model are restored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lockstep.trainer import Trainer
 
 
 class _TensorCopy:
-    """A tensor with a copy of its values on the CPU, so that a search for memory can use the whole device."""
+    """A tensor, and a copy of its values on the CPU, where it takes no memory from a trial on the device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -59,7 +59,7 @@ def _restored(value: object) -> Any:
 
 
 class TrialSnapshot:
-    """Copy of everything that a trial may change.
+    """Copy of all state that a trial may change, to restore it afterwards.
 
     It contains weights, buffers, gradients, modes and metrics of the module, its optimizers and schedulers, the
     gradient scaler, all global random states, and the values saved by the user's ``on_save_checkpoint`` hooks. Plain
@@ -93,12 +93,12 @@ class TrialSnapshot:
         self._checkpoint = _copied(state.collect(trainer.session)) if _saves_more(trainer) else None
 
     def drop_gradients(self) -> None:
-        """Detach the gradients from the parameters, so that a trial does not change them."""
+        """Set ``.grad`` of all parameters to None, so that a trial does not change the gradients in the snapshot."""
         for parameter, _ in self._gradients:
             parameter.grad = None
 
     def restore(self) -> None:
-        """Restore everything. May be called several times."""
+        """Restore all state in the snapshot; may be called several times."""
         trainer = self._trainer
         if self._checkpoint is not None:
             checkpoint = _restored(self._checkpoint)
@@ -136,7 +136,7 @@ def _tensors(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _optimizer_state(optimizer: Optimizer) -> Any:
-    """Copy all attributes of an optimizer from torch, or the ``state_dict`` of any other optimizer."""
+    """Copy the state of an optimizer: all attributes if it has torch's ``load_state_dict``, else its ``state_dict``."""
     if not isinstance(optimizer, Optimizer) or type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return _copied(copy.deepcopy(optimizer.state_dict()))
     groups = [{**_copied({k: v for k, v in group.items() if k != "params"})} for group in optimizer.param_groups]
@@ -161,7 +161,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any] | tuple[Any, 
 
 
 def _generators(given: dict[str, Any]) -> Iterator[torch.Generator]:
-    """Yield the random generators of the given loaders, which a trial advances."""
+    """Yield the random generators that the given loaders use, and that a trial therefore advances."""
     for loaders in given.values():
         for loader in unpack(loaders, "")[0] if loaders is not None else ():
             for holder in (loader, getattr(loader, "sampler", None)):
@@ -171,7 +171,7 @@ def _generators(given: dict[str, Any]) -> Iterator[torch.Generator]:
 
 
 def _saves_more(trainer: Trainer) -> bool:
-    """Return True if the user's code has its own state in checkpoints, which a trial may change."""
+    """Return True if the user's code adds state to checkpoints; a trial may change this state."""
     module, datamodule = trainer.lightning_module, trainer.datamodule
     hooks = ("on_save_checkpoint", "on_load_checkpoint")
     return (
@@ -196,7 +196,7 @@ def _users_property(name: str) -> Any:
 
 
 class SilentLogger(DummyLogger):
-    """Logger that drops everything that a trial logs, with name and folders of the user's logger."""
+    """Logger that has the name and folders of the user's logger, and drops everything that a trial logs."""
 
     def __init__(self, logger: Logger) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def refuse_several_processes(trainer: Trainer, what: str) -> None:
 
 
 def refuse_without_undo(trainer: Trainer, what: str) -> None:
-    """Raise if the strategy cannot undo optimizer steps.
+    """Raise if the strategy cannot undo the optimizer steps of a trial.
 
     Raises:
         MisconfigurationException: the Trainer spawns processes, or its strategy has state that cannot be restored.
@@ -242,7 +242,7 @@ def refuse_without_undo(trainer: Trainer, what: str) -> None:
 
 @contextmanager
 def trial(trainer: Trainer, snapshot: TrialSnapshot, callbacks: list[Callback], **flags: Any) -> Iterator[None]:
-    """Run the body as a separate call of the Trainer, with ``callbacks`` only, and without logging or saving.
+    """Run a ``with`` block as a separate call of the Trainer, with ``callbacks`` only, without logging or saving.
 
     Afterwards, also after an exception, ``snapshot`` is restored.
 
@@ -295,7 +295,7 @@ def trial(trainer: Trainer, snapshot: TrialSnapshot, callbacks: list[Callback], 
 
 @contextmanager
 def in_session(trainer: Trainer, session: Session) -> Iterator[None]:
-    """Switch the Trainer to another session with new loops, within a with-block."""
+    """Within a context, let the Trainer use another session, with new loops."""
     names = ("session", "fit_loop", *LOOPS)
     before = {name: vars(trainer)[name] for name in names}
     outer = trainer.session
@@ -312,9 +312,10 @@ def in_session(trainer: Trainer, session: Session) -> Iterator[None]:
 
 
 def train(trainer: Trainer) -> None:
-    """Train inside a trial, epoch after epoch, until its ``max_steps`` or ``should_stop``.
+    """Train inside a trial until the trial's ``max_steps`` or ``should_stop``, for several epochs if needed.
 
-    Nothing that surrounds a fit runs, such as its setup. It also ends after an epoch without a batch to step for.
+    What surrounds a fit, such as its setup, does not run. Training also ends after an epoch in which no accumulation
+    window contained a batch.
     """
     session, loop = trainer.session, trainer.fit_loop
     session.fit.results = session.results
@@ -334,7 +335,7 @@ def train(trainer: Trainer) -> None:
 
 
 def evaluate(trainer: Trainer) -> Any:
-    """Validate, test or predict inside a trial, and return the loop."""
+    """Validate, test or predict inside a trial; return the loop that ran."""
     stage = trainer.state.stage
     (loop,) = (getattr(trainer, name) for name, each in LOOPS.items() if each is stage)
     loop.setup_data()
@@ -353,7 +354,7 @@ def evaluate(trainer: Trainer) -> Any:
 
 
 def configure_again(trainer: Trainer) -> None:
-    """Call ``configure_optimizers`` again before training starts, because it may depend on the search's result."""
+    """Call ``configure_optimizers`` again before training, because its result may depend on what was found."""
     strategy, found = trainer.strategy, configured_optimizers(trainer.session)
     if trainer.world_size == 1:
         strategy.setup_optimizers(*found)
@@ -363,7 +364,7 @@ def configure_again(trainer: Trainer) -> None:
 
 
 def has_started(trainer: Trainer) -> bool:
-    """Return True if the fit's training has started, so that its optimizers have state."""
+    """Return True if the fit has started to train, so that its optimizers may have state."""
     return trainer.state.fn is TrainerFn.FITTING and trainer.fit_loop.has_optimizers
 
 
@@ -371,7 +372,7 @@ def has_started(trainer: Trainer) -> bool:
 
 
 def _holders(trainer: Trainer, name: str) -> Iterator[tuple[str, Any, bool]]:
-    """Yield (name, object, whether the object is a mapping) for all objects that have the attribute."""
+    """Yield (name, object, whether the object is a mapping) for all objects that have the attribute ``name``."""
     for word, owner in (("model", trainer.lightning_module), ("datamodule", trainer.datamodule)):
         if owner is None:
             continue
@@ -382,17 +383,20 @@ def _holders(trainer: Trainer, name: str) -> Iterator[tuple[str, Any, bool]]:
 
 
 def places_of(trainer: Trainer, name: str) -> list[str]:
-    """Return the names of the objects that have the attribute, such as "model" and "datamodule.hparams"."""
+    """Return the names of the objects that have the attribute ``name``, such as "model" and "datamodule.hparams"."""
     return [word for word, _, _ in _holders(trainer, name)]
 
 
 def values_of(trainer: Trainer, name: str) -> dict[str, Any]:
-    """Return the attribute's value in each object that has it, by the object's name."""
+    """Return the attribute's value in each object that has it; the keys are the names of the objects."""
     return {word: holder[name] if item else getattr(holder, name) for word, holder, item in _holders(trainer, name)}
 
 
 def set_everywhere(trainer: Trainer, name: str, value: object) -> None:
-    """Set the attribute in all objects that have it. A dict from :func:`values_of` sets a separate value in each."""
+    """Set the attribute ``name`` in all objects that have it.
+
+    If ``value`` is a dict from :func:`values_of`, each object gets its own value in the dict.
+    """
     for word, holder, item in list(_holders(trainer, name)):
         own = value[word] if isinstance(value, dict) else value
         if item:

@@ -1,4 +1,4 @@
-"""Tuner: searches for a learning rate and for a batch size, before a fit or an evaluation."""
+"""Tuner: searches for a learning rate or a batch size, before a fit or an evaluation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Method = Literal["fit", "validate", "test", "predict"]
 
 
 class Tuner:
-    """Finds a learning rate or a batch size for a Trainer's next call.
+    """Tool that searches for the learning rate or the batch size of a Trainer's next call.
 
     A search sets the module up as that call would (``prepare_data``, ``setup``, ``configure_optimizers``, at the end
     ``teardown``) and runs steps of it. The result is written to the attribute that your code reads. Module, optimizers,
@@ -71,7 +71,7 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LRFinder | None:
-        """Train with a learning rate that rises at each step, and suggest the rate where the loss falls fastest.
+        """Train with a learning rate that rises at each step; suggest the rate at which the loss falls fastest.
 
         Args:
             model: the module to train.
@@ -131,7 +131,7 @@ class Tuner:
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> int | None:
-        """Find the largest batch size that fits into memory, and set the attribute to it.
+        """Find the largest batch size that fits into memory, and set the attribute ``batch_arg_name`` to it.
 
         Args:
             model: the module to run.
@@ -193,7 +193,7 @@ def _check_callbacks(trainer: Trainer, kind: type) -> None:
 
 
 class _OnlySetUp(Callback):
-    """Callback for a search that calls only the setup and teardown of a user's callback."""
+    """Callback that stands for a user's callback in a search, and calls only its ``setup`` and ``teardown``."""
 
     def __init__(self, callback: Callback) -> None:
         self._callback = callback
@@ -209,7 +209,7 @@ class _OnlySetUp(Callback):
 def _prepared(
     trainer: Trainer, fn: TrainerFn, model: LightningModule, given: dict[str, Any], data: LightningDataModule | None
 ) -> Iterator[None]:
-    """Prepare a call of the Trainer up to the start of its loop, and restore the Trainer afterwards.
+    """Prepare a call of the Trainer up to the start of its loop, for a context; restore the Trainer afterwards.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; raised after everything is restored.
