@@ -213,11 +213,11 @@ class BalancedStrategy(RankedStrategy):
 
     @property
     def split(self) -> tuple[int, ...]:
-        """Current number of blocks of each stage; empty before the first call."""
+        """Current number of blocks in each stage; empty until the module is set up."""
         return self._split
 
     def _size(self, world: World) -> int:
-        """Return the number of ranks in a pipeline, or of devices if one process drives all of them."""
+        """Return the number of ranks in a pipeline, or the number of devices if one process drives all devices."""
         if self.drives_all_devices and world.size > 1:
             raise MisconfigurationException(SEVERAL_RANKS.format(ranks=world.size, nodes=world.num_nodes))
         size = len(self.devices) if self.drives_all_devices else world.size
@@ -395,7 +395,7 @@ class BalancedStrategy(RankedStrategy):
     def _turns(
         self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch], count: int
     ) -> list[tuple[int, Turn]]:
-        """Split each non-empty batch of a window into ``count`` parts, and return pairs of batch number and part."""
+        """Split each non-empty batch of a window into ``count`` parts, and return pairs (index of the batch, part)."""
         # frozen parameters change what stages send, as shapes do
         needed = tuple(parameter.requires_grad for parameter in self.module.parameters())
         turns: list[tuple[int, Turn]] = []
@@ -529,7 +529,7 @@ class BalancedStrategy(RankedStrategy):
         return EngineState(module, states, {"split": list(self._split)}, by_rank)
 
     def load(self, state: EngineState) -> None:
-        """Load this rank's part of a full state, and the saved split if it fits the chain and the ranks."""
+        """Load this rank's part of a full state, and adopt the saved split if it fits and the split is measured."""
         if state.module is not None:
             self._parts.load_state_dict(state.module, self.module.strict_loading)
         for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):

@@ -120,7 +120,7 @@ class WholeModule:
         return self.owned.owner_of(name) if parameter is None else self.owned.owner(parameter)
 
     def align_buffers(self, peers: comm.Group) -> None:
-        """Synchronize buffers: from replica 0 to the other replicas, and outside the chain from the last stage."""
+        """Copy replica 0's buffers to the other replicas, and buffers outside the chain from the last stage's rank."""
         named = dict(self.module.named_buffers())
         if peers is not None:
             own = [b for name, b in named.items() if self.owned.place in self.owned.holders_of(name)]

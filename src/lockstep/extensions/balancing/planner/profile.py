@@ -127,8 +127,8 @@ class SpanProfile:
         unit: see `lockstep.extensions.balancing.planner.trace.Span`.
         peak: largest number of bytes, without gradients of parameters.
         grown: largest number of bytes, with the gradients that exist by then.
-        added: the same, if each gradient is added to other memory and freed.
-        work: of its operations.
+        added: as ``grown``, if each gradient is added to memory that exists already, and is freed.
+        work: work of the span's operations.
         seconds: measured seconds, or None.
     """
 
@@ -146,7 +146,7 @@ class BlockProfile:
     """A block of a model, with the bytes that its forward keeps and sends.
 
     Attributes:
-        name: of its module.
+        name: name of the block's module.
         kind: see `kind_of`.
         repeated: True for the blocks that FSDP gathers, and recomputation recomputes, one by one.
         kept: bytes that its forward keeps for its backward.
@@ -165,7 +165,7 @@ class StepProfile:
     """Spans of a step, with or without recomputation.
 
     Attributes:
-        spans: in the order in which they run.
+        spans: the spans, in the order in which they run.
     """
 
     spans: tuple[SpanProfile, ...]
@@ -227,7 +227,7 @@ class ModelProfile:
         return sum(parameter.size for parameter in self.parameters)
 
     def step(self, recomputed: bool) -> StepProfile:
-        """Return the step with or without recomputation; without it if the model has no repeated blocks."""
+        """Return the step's profile, with recomputation if ``recomputed`` and the model has repeated blocks."""
         return self.steps["recomputed" if recomputed and "recomputed" in self.steps else "kept"]
 
     @property
@@ -245,7 +245,7 @@ def key_of(parameters: Iterable[tuple[str, tuple[int, ...], bool]]) -> str:
 
 
 def _timeline(trace: StepTrace, counted: Iterable[tuple[TracedAllocation, float]]) -> list[int]:
-    """Return the total bytes during each operation, from pairs of an allocation and its end."""
+    """Return the total bytes during each operation, from pairs (allocation, number of its last operation)."""
     change = [0] * (trace.operations + 3)
     for made, end in counted:
         change[made.born] += made.size
@@ -257,7 +257,7 @@ def spans_of(trace: StepTrace) -> tuple[SpanProfile, ...]:
     """Return the profiles of a trace's spans, with their memory."""
 
     def dies(made: TracedAllocation) -> float:
-        """Return when an allocation ends if gradients are accumulated elsewhere at the end of their node."""
+        """Return when an allocation ends if a gradient is freed at the end of the autograd node that computes it."""
         end = made.born
         if made.kind != "gradient":
             return made.died
@@ -524,7 +524,7 @@ def measure_step(
 
 @contextmanager
 def _restore(module: nn.Module) -> Iterator[None]:
-    """Restore parameters, buffers and random states after the block, and drop gradients."""
+    """When the context ends, restore parameters, buffers and random states, and drop gradients."""
     tensors = [*module.parameters(), *module.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     try:

@@ -26,9 +26,9 @@ class Action(NamedTuple):
     """A computation of a rank, which is a forward, a backward or half of a backward.
 
     Attributes:
-        stage: of the pipeline.
-        number: of the micro-batch.
-        letter: of `SHARES`.
+        stage: number of the stage.
+        number: number of the micro-batch.
+        letter: kind of computation, a key of `SHARES`.
     """
 
     stage: int
@@ -128,7 +128,9 @@ def in_one_row(actions: Sequence[Sequence[Action]]) -> list[Action]:
 
 
 def simulate(seconds: Sequence[float], actions: Sequence[Sequence[Action]]) -> list[TimedAction]:
-    """Simulate a schedule, and return each action with its time. A forward takes a third of a micro-batch's time.
+    """Simulate a schedule, and return each action with its start and end.
+
+    A forward takes a third of a micro-batch's seconds.
 
     Args:
         seconds: of a micro-batch on each stage, forward and backward.

@@ -27,7 +27,7 @@ REST = -1
 
 @dataclass
 class OperationWork:
-    """Floating-point operations, memory traffic and number of some operations.
+    """Total floating-point operations, memory traffic and number of a set of operations.
 
     Attributes:
         products: floating-point operations of matrix products, convolutions and attention.
@@ -113,7 +113,7 @@ def workspace_of_lstm(length: int, batch: int, hidden: int) -> int:
 
 
 def hidden_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes that an operation keeps on a CPU and that fake tensors do not show.
+    """Return the size in bytes of the memory that an operation keeps on a CPU but that fake tensors do not show.
 
     These are the workspace of an LSTM, and the elements of a mean in some losses. They exist as long as the last
     result of the operation.
@@ -127,7 +127,10 @@ def hidden_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the temporary bytes that an operation allocates on a CPU, such as images in oneDNN's layout."""
+    """Return the size in bytes of the temporary memory that an operation allocates on a CPU.
+
+    A convolution, for example, copies images to oneDNN's layout.
+    """
     name = func._schema.name
     if name.startswith("aten::mkldnn_rnn_layer"):
         length, batch, _ = args[0].shape
@@ -221,7 +224,7 @@ class StepTrace(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Assign the operations within the block to a phase: forward, backward or update."""
+        """Assign the operations in the context to a phase: forward, backward or update."""
         self._phase = name
         self._open(REST)
         yield
@@ -253,7 +256,7 @@ class StepTrace(TorchDispatchMode):
             self._open(self._running[-1] if self._running else REST)
 
     def _follow_backward(self) -> int:
-        """Open the span of the block whose backward runs, and return the sequence number of autograd's node."""
+        """Open the span of the block whose backward runs. Return the autograd node's number; -1 outside a backward."""
         node = torch._C._current_autograd_node()
         if node is None:
             return -1
@@ -308,7 +311,7 @@ class StepTrace(TorchDispatchMode):
         self._live.pop(key, None)
 
     def arrived(self, parameter: Tensor) -> None:
-        """Record the order in which gradients arrive. It is a hook on accumulated gradients."""
+        """Record a parameter's place in the order in which gradients arrive. It is a hook on accumulated gradients."""
         self.arrivals.setdefault(id(parameter), len(self.arrivals))
         self.mark(tensors_in(parameter.grad, 1), "gradient")
 
@@ -374,7 +377,7 @@ class TracedStep:
         module: the model.
         loss: runs the forward, and returns the loss.
         optimizers: creates the optimizers.
-        context: around the forward, for autocast.
+        context: returns the context around the forward, for example autocast.
         dtype: of floating-point parameters and buffers, if a precision converts them; None: unchanged.
     """
 
