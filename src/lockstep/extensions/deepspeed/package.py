@@ -83,10 +83,10 @@ def import_quietly() -> None:
 
 @contextmanager
 def import_for(device: torch.device, level: int) -> Iterator[None]:
-    """Import DeepSpeed for this kind of device and connect it to the current process group.
+    """Import DeepSpeed for the type of ``device``, and connect it to the current process group.
 
-    Nothing is compiled: its shared-memory all-reduce, which needs a compiler, is disabled. Extensions that the user
-    needs (for example ``DeepSpeedCPUAdam``) are built on first use, with a log line.
+    Nothing is compiled: DeepSpeed's shared-memory all-reduce, which needs a compiler, is disabled. Extensions that the
+    user needs (for example ``DeepSpeedCPUAdam``) are built on first use, with a log line.
 
     Args:
         device: this rank's device.
@@ -298,7 +298,7 @@ def _log_builds() -> Iterator[None]:
 
 
 def check_compiler(name: str) -> None:
-    """Check that an extension can be built.
+    """Raise an error if an extension cannot be built.
 
     Raises:
         MisconfigurationException: torch finds no C++ compiler.
@@ -314,7 +314,7 @@ def check_compiler(name: str) -> None:
 
 
 def can_use_disks() -> bool:
-    """Return True if DeepSpeed can offload to a disk: its extension for that needs libaio and its headers."""
+    """Return True if DeepSpeed can offload to a disk. Its extension for disks needs libaio and libaio's headers."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     with _quiet():

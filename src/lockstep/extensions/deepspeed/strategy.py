@@ -430,7 +430,7 @@ class DeepSpeedStrategy(ShardedStrategy):
                 )
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Raise an error for a parameter that was unfrozen, or added to the optimizer, after the engine was made."""
+        """Raise an error for a parameter that was unfrozen or added to the optimizer after the engine's creation."""
         super().check_trained(replaced)
         name = None if self._zero is None else self._zero.find_untrained()
         if name is not None:
@@ -589,7 +589,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return place
 
     def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint. Log a line for an engine's folder that a different number of ranks wrote."""
+        """Load a checkpoint. Log a line if the checkpoint is an engine's folder from a different number of ranks."""
         found = super().load_checkpoint(filepath, weights_only)
         if is_engines(filepath) and deepspeed_folder.count_ranks(filepath) != self.world.size:
             rank_zero_info(
@@ -630,7 +630,7 @@ class DeepSpeedStrategy(ShardedStrategy):
                 self._exact[id(parameters[name])] = self._own_part(parameters[name], saved[name])
 
     def _own_part(self, parameter: Parameter, value: Tensor) -> Tensor:
-        """Return float32 values for the engine from a loaded parameter; in stage 3, only this rank's elements."""
+        """Convert a loaded parameter to float32 values for the engine; in stage 3, only this rank's elements."""
         flat = _elements(value).flatten()
         if is_partitioned(parameter) and flat.numel() == value.numel():
             start, size = span(value.numel(), self.world.rank, self.world.size)

@@ -32,11 +32,11 @@ class UnusedParameters:
 
     Args:
         optimizer: the optimizer that steps; its parameters are the engine's float32 tensors.
-        flats: those tensors.
-        groups: for each of those tensors the parameters whose shards it contains.
+        flats: the engine's float32 tensors.
+        groups: for each tensor in ``flats``, the parameters whose shards it contains.
         pieces: this rank's shards, by the parameter's id.
         names: names of all trained parameters, by id.
-        swaps: the optimizer's states are on a disk between steps.
+        swaps: True if the optimizer's states are on a disk between steps.
     """
 
     def __init__(

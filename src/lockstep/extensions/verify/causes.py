@@ -1,4 +1,4 @@
-"""Search for the cause of the first difference, from gradients, recorded events, and runs with something disabled."""
+"""Search for the cause of the first difference, from gradients, recorded events, and runs with an override."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Causes:
         difference: the first difference.
         ranks: the run on ranks.
         single: the run of one process.
-        retry: runs both again with an override.
-        splits_model: True if ranks hold parts of a model.
+        retry: returns True if ranks and one process agree when both run with an override.
+        splits_model: True if ranks have parts of a model.
         late_calls: runs the ranks again, and traces the calls of an update after its backward.
     """
 
@@ -260,7 +260,7 @@ class Causes:
         return Reason(text, self.step["where"], proof)
 
     def _explain_own_gradients(self, parts: Parts) -> Reason | None:
-        """Explain why the ranks' mean differs from the gradient of one process although they average correctly."""
+        """Explain why the ranks' mean differs from one process's gradient although the ranks average correctly."""
         shares = self._shares_of_single(parts)
         constant = shares.constant()
         if constant is not None:
@@ -417,7 +417,7 @@ class Causes:
     # -- lines
 
     def _norm_line(self) -> str:
-        """Return the line that sums a norm over ranks after the backward, else torch's clipping, else the step."""
+        """Return the line that sums a norm over ranks after the backward, else the line of the clipping or the step."""
         events = self.ranks.first.find("collective", update=self.update)
         sums = [event for event in events if event["backwards"] and event["shape"] in _SCALARS]
         return _call_lines(sums[0]) if sums else self.clipping or str(self.step["where"])

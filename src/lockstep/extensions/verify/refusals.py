@@ -73,7 +73,7 @@ def check_ranks(ranks: Recording, steps: int) -> str:
 
 
 def check_mesh(ranks: Recording) -> str:
-    """Explain that a model split in two dimensions is not supported. Return "" for one dimension."""
+    """Explain that a model split over two mesh dimensions cannot be verified. Return "" for other models."""
     event = next((event for _, event in ranks.find("sharded in groups")), None)
     if event is None:
         return ""

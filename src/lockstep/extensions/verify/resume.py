@@ -76,7 +76,7 @@ class ResumeCheck:
         return self._certificate("" if is_compared else reason, found)
 
     def _stop_at_epoch_end(self, undisturbed: Recording, stopped: Recording) -> tuple[str, Finding | None]:
-        """Resume after the first epoch. Return the reason why this proves nothing, or "", and what differs."""
+        """Resume after the first epoch. Return why this proves nothing (or ""), and the first difference (or None)."""
         remaining = len(undisturbed.first.steps) - self._stop
         if remaining < 1:
             return "the script trains for one epoch only, and a stop would follow it: let it train for two", None
@@ -93,7 +93,7 @@ class ResumeCheck:
         return "", self._compare(_AT_EPOCH_END, undisturbed, resumed, remaining)
 
     def _stop_within_epoch(self, undisturbed: Recording) -> tuple[bool, Finding | None]:
-        """Stop within the first epoch by SIGTERM. Return True if the script resumed there, and what differs."""
+        """Stop within the first epoch by SIGTERM. Return True if the script resumed there, and the first difference."""
         steps, length = self.request.steps, self._stop
         if length < _SHORTEST:
             return False, None
@@ -203,7 +203,7 @@ def _prints(batches: list[Event]) -> list[object]:
 
 
 def _name(batches: list[Event]) -> str:
-    """Return the index of the first sample, or its fingerprint if it has no index."""
+    """Return the index of the first sample in ``batches``, or the sample's fingerprint if it has no index."""
     if not batches:
         return "none"
     return str((batches[0]["indices"] or batches[0]["prints"])[0])

@@ -72,7 +72,7 @@ class Settings:
 
     @property
     def folder_of_ranks(self) -> Path:
-        """Folder of the run whose samples are fed."""
+        """Folder of the run on ranks whose samples are fed to this process."""
         return Path(self.feed[0]).parent
 
     @property
