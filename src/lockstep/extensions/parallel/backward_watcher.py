@@ -103,7 +103,7 @@ class WatchedContainer(Protocol):
     def _distributed_rank(self) -> int: ...
 
     def _before_backward(self) -> None:
-        """Check that ranks agree, inside a synchronized backward and before its round is prepared."""
+        """Check that all ranks are in the same backward, before this backward's gradient reduction is prepared."""
         ...
 
     def _prepare(self) -> None:
@@ -115,16 +115,16 @@ class WatchedContainer(Protocol):
         ...
 
     def skip_backward(self) -> None:
-        """Run a round without a backward, from the gradients in ``.grad``."""
+        """Run a round of gradient reduction without a backward, on the gradients in ``.grad``."""
         ...
 
 
 class BackwardWatcher:
-    """Watcher that starts and finishes a container's rounds around its backwards.
+    """Watcher that starts and finishes a round of gradient reduction in each synchronized backward of a container.
 
     Args:
         reducer: the container's reducer.
-        parameters: parameters that it averages.
+        parameters: parameters whose gradients the reducer averages.
         container: receives the calls of `WatchedContainer`, and calls `Reducer.prepare` and `Reducer.finish`.
         static: if True, all backwards have the same graph, and a round is always prepared when the backward starts.
 
@@ -202,7 +202,7 @@ class BackwardWatcher:
         return reached
 
     def _reach(self, sync: bool, output: weakref.ref[Tensor]) -> None:
-        """Start the round inside a backward that reached an output, if it will leave gradients in parameters."""
+        """Start the round when a backward reaches an output, if the backward will leave gradients in parameters."""
         reducer = self._reducer
         if self._prepared:
             reducer.sync = reducer.sync or sync
@@ -223,7 +223,7 @@ class BackwardWatcher:
             self._prepare(sync)
 
     def unprepared_grad(self) -> None:
-        """Start the round at a parameter's gradient, inside a backward in which no output's hook has done so."""
+        """Start the round when a parameter gets a gradient in a backward in which no output's hook has started it."""
         if self._prepared or not (self._waiting or self._current_task != -1) or self._container() is None:
             return
         if self._current_task == -1:
@@ -231,7 +231,7 @@ class BackwardWatcher:
         self._prepare(self._sync or self._must_reduce)
 
     def reduce_next(self, outputs: object = None) -> None:
-        """Let the next backward reduce, even if its forwards were not synchronized; named as in torch's reducer."""
+        """Let the next backward reduce, even if its forwards were not synchronized. The method's name is torch's."""
         self._must_reduce = True
 
     def _prepare(self, sync: bool) -> None:
@@ -337,7 +337,7 @@ waiting_for_steps: weakref.WeakValueDictionary[int, WatchedContainer] = weakref.
 
 
 def watch_optimizers() -> None:
-    """Install the hook on optimizers' steps, once in a process."""
+    """Install `_before_any_step` as a hook that runs before the steps of all optimizers, once in a process."""
     OPTIMIZER_HOOK.install(lambda: register_optimizer_step_pre_hook(_before_any_step).remove)
 
 

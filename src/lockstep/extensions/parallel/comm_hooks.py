@@ -40,7 +40,7 @@ class DivergedWeights:
 
     Attributes:
         differ: True if the ranks' weights may differ now.
-        has_diverged: True if they ever differed, in this fit or the one that it resumes; optimizers differ since then.
+        has_diverged: True if the weights ever differed, in this or the resumed fit; optimizers differ since then.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class DivergedWeights:
 
     @torch.no_grad()
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Load this rank's state from the `state_dict` of all ranks; their number must be the same as when saved."""
+        """Load this rank's state from the `state_dict` of all ranks, whose number must be the same as at the save."""
         mine = states[comm.rank()]
         if not mine:
             return
@@ -223,14 +223,17 @@ class HookedLocalSteps:
         return self._members if self._is_local else range(comm.world_size())
 
     def summed_weight(self, weight: Tensor) -> tuple[Tensor, int]:
-        """Return the sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
+        """Sum ``weight`` over the ranks whose gradients were averaged. Return the sum and the number of these ranks.
+
+        Collective.
+        """
         over = self._reducer.round_group
         if over is False:
             return weight, 1
         return comm.all_reduce(weight, "sum", over), comm.world_size(over)
 
     def step(self) -> None:
-        """Record an optimizer's step, and average if a period ends; collective then."""
+        """Record an optimizer's step. At the end of a period, average the parameters, which is collective."""
         if self._averager.step() and self._averager.agreed and self.apart.differ:
             self.apart.differ = False
             if self._take_buffers is not None:

@@ -420,7 +420,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._sync_module_buffers(src)
 
     def _compare(self, stage: str) -> None:
-        """Check that all ranks are at the same point and the last backward was complete, if ``check_reduction``."""
+        """If ``check_reduction``, check that all ranks are at the same point and the last backward was complete."""
         if self._checks is not None:
             with self._named_failure("comparing the ranks' places"):
                 self._checks.compare(stage, self.reducer.missing() if stage == "forward" else [])
@@ -466,9 +466,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank only, in the backwards of forwards inside.
+        """Disable gradient synchronization for the backwards of forwards that run in the context.
 
-        The first backward of a forward outside averages the sum.
+        Gradients accumulate on this rank. The first backward of a forward outside the context averages their sum.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -478,9 +478,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     @contextlib.contextmanager
     def weight(self, n: float) -> Iterator[None]:
-        """Weight the gradients of forwards inside by ``n``, so that they become the weighted mean over the ranks.
+        """Weight the gradients of forwards in the context by ``n``, so that ranks get the weighted mean.
 
-        With the number of samples and a loss that is a mean, this is the mean over all samples. Every rank passes its
+        If ``n`` is the number of samples and the loss a mean, the result is the mean over all samples. Each rank passes its
         own weight; if all are zero, there are no gradients.
 
         Args:
@@ -501,7 +501,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._weight = before
 
     def compile(self, *args: object, **kwargs: object) -> None:
-        """Compile the container as `nn.Module.compile` does, and warn that nothing overlaps then."""
+        """Compile the container, and warn that the reduction of gradients will not overlap with the backward."""
         warn_once(COMPILED_WHOLE.format(name=type(self.module).__name__))
         super().compile(*args, **kwargs)
 

@@ -75,7 +75,7 @@ class PowerSGDState:
         return self._memory.bytes
 
     def state_dict(self) -> dict[str, Any]:
-        """Return progress and memory of this rank as tensors and plain types. Each rank has its own errors."""
+        """Return this rank's progress and memory as tensors and plain types. The memory differs between ranks."""
         return {"iteration": self.iteration, "memory": self._memory.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ def power_sgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[
 
 
 class _Matrix(NamedTuple):
-    """Gradient that is sent compressed."""
+    """Gradient that is sent as the product of two thin matrices."""
 
     place: int  # index among the bucket's parameters
     absent: bool  # no gradient in this round: its error is kept for a later one
@@ -229,7 +229,7 @@ class _Round:
             torch.mm(p, q.t(), out=matrix.values)
 
     def _average(self, message: Tensor, group: comm.Group, sent: Tensor | None = None) -> None:
-        """Overwrite ``message`` with its mean over the ranks, and its copy ``sent`` with the rounded values."""
+        """Overwrite ``message`` with its mean over the ranks, and its copy ``sent`` with the rounded values that were sent."""
         if not self.half:
             mean(message, group)
             return
@@ -240,7 +240,7 @@ class _Round:
 
 
 def _rows(parameter: Tensor) -> int:
-    """Return the number of rows of a gradient as a matrix in the buffer; 0 for vectors."""
+    """Return the number of rows that a gradient has when its buffer is seen as a matrix; 0 for vectors."""
     if parameter.dim() < 2 or parameter.numel() == 0:
         return 0
     # the outermost dimension in memory: a gradient has its parameter's layout, which may be channels_last
