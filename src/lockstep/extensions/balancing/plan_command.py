@@ -179,7 +179,7 @@ def write_csv(found: Plan, path: str) -> None:
 
     Args:
         found: the plan.
-        path: of the file.
+        path: path of the file.
     """
     rows = [row for row in found.rows if row.parts]
     kinds = list(dict.fromkeys(kind for row in rows for kind in row.parts))

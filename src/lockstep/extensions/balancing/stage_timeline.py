@@ -50,7 +50,7 @@ class StageTimeline(Callback):
     first is written. Measuring takes about a microsecond for each part of a micro-batch.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
         MisconfigurationException: when a fit starts, if it has another strategy or the file cannot be written.

@@ -335,7 +335,7 @@ def set_accumulation(config: Config, flag: int | Mapping[int, int]) -> None:
 
 
 def set_clipping(config: Config, value: float | None, algorithm: str | None) -> None:
-    """Set the norm to which the engine clips gradients: the config's norm, unless the Trainer has one.
+    """Set the engine's clipping norm to the config's value, or to 0.0 if the Trainer clips gradients.
 
     With a value of the Trainer the engine starts at 0.0 (no clipping): the loop sets the limit before each step.
 

@@ -311,7 +311,7 @@ class ZeroEngine:
         return names.get(late[0], "") if late else None
 
     def zero_grad(self) -> None:
-        """Drop all gradients, also those of an unfinished window."""
+        """Drop all gradients, including the gradients of an unfinished accumulation window."""
         self.has_gradients = False
         self._order.clear()
         for parameter in self.module.parameters():

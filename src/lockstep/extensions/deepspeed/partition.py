@@ -87,7 +87,7 @@ class _Room:
     """Buffer for one full parameter at a time, reused while DeepSpeed partitions a module.
 
     Args:
-        module: its largest parameter fits.
+        module: the module, whose largest parameter fits into the buffer.
         device: device of the memory.
     """
 

@@ -382,7 +382,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return outputs
 
     def _prepare_forward(self, grad: bool, sync: bool) -> Weight | None:
-        """Check and synchronize with the other ranks before a forward. Collective."""
+        """Check that a forward may run, agree with the other ranks on it, and synchronize buffers. Collective."""
         self._watch.before_forward()
         self._await_buffers()
         if torch.compiler.is_compiling():
@@ -480,7 +480,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     def weight(self, n: float) -> Iterator[None]:
         """Weight the gradients of forwards in the context by ``n``, so that ranks get the weighted mean.
 
-        If ``n`` is the number of samples and the loss a mean, the result is the mean over all samples. Each rank passes its
+        If ``n`` is the number of samples and the loss a mean, this is the mean over all samples. Every rank passes its
         own weight; if all are zero, there are no gradients.
 
         Args:

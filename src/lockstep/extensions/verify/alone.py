@@ -127,7 +127,7 @@ class RanksAlone:
             yield sum(sums[rank].get(key, {}).values(), torch.zeros_like(expected)), expected
 
     def _explain_rank(self, rank: int, update: int, factor: float | None) -> Reason:
-        """Explain why a rank's gradient differs from that of one process with the same samples.
+        """Explain why a rank's gradient differs from the gradient of one process with the same samples.
 
         ``factor`` is the ratio of the two gradients, or None if they are not proportional.
         """

@@ -209,7 +209,7 @@ class Causes:
         return self._explain_norm(ratio, proof)
 
     def _explain_norm(self, ratio: float, proof: str) -> Reason:
-        """Explain gradients whose ratio to those of one process is not the number of ranks or its inverse."""
+        """Explain gradients scaled by a factor other than the number of ranks or its inverse, as by a wrong norm."""
         root = math.sqrt(self.size)
         if math.isfinite(ratio) and self.ranks.is_sharded:
             is_root = ", the square root of the number of ranks" if _near(1 / ratio, root) else ""
@@ -306,7 +306,7 @@ class Causes:
         return Reason(text, where, proof)
 
     def _find_rank_read(self) -> Reason | None:
-        """Return the line in a module that reads the rank, if the runs agree when every rank reads 0 there."""
+        """Return a module's line that reads the rank, if the runs agree once every rank reads 0 at that line."""
         read = next(self.ranks.find("rank read"), None)
         if read is None or not self.retry("rank in modules"):
             return None
@@ -319,7 +319,7 @@ class Causes:
     # -- parts of models, and sharded parameters
 
     def _explain_split_model(self) -> Reason | None:
-        """Find a replicated parameter in a split model whose gradient counts once for each rank."""
+        """In a model that is split over ranks, find a replicated parameter whose gradient counts once for each rank."""
         reference = self.single.assembled("first", self.step["optimizer"])[0]
         own = self.ranks.first.load("first", self.step["optimizer"])
         split = {key for key, value in own.items() if _is_part(value, reference.get(key))}

@@ -1,4 +1,4 @@
-"""Step-by-step comparison of the numbers that N ranks and one process compute."""
+"""Step-by-step comparison of gradients, parameters and other values that N ranks and one process compute."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def exact(kind: str, update: int) -> float:
 
 
 class Numbers:
-    """Comparison of the numbers of two runs.
+    """Comparison of the values that two runs compute.
 
     Args:
         ranks: the run on N ranks.
@@ -258,9 +258,9 @@ class Numbers:
     # -- tensors
 
     def _compare_tensors(self, kind: str, file: str, event: Event, number: int) -> None:
-        """Compare the tensors in one file of each run.
+        """Compare the tensors that both runs have written to a kind of file, for example "gradients".
 
-        ``number`` is that of the update or, for the file "first", of the optimizer.
+        ``number`` is the number of the update or, for the file "first", the number of the optimizer.
         """
         expected = self.single.assembled(file, number)[0]
         values_by_rank = self.ranks.assembled(file, number)

@@ -147,7 +147,7 @@ class Functions(TorchFunctionMode):
         return args, {**kwargs, "dropout_p": 0.0}
 
     def _batch_norm_by_rank(self, func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
-        """Normalize each rank's part of a batch with the part's own statistics."""
+        """Apply BatchNorm to each rank's part of a batch separately, with the part's own statistics."""
         names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         batch, total = arguments.pop("input"), sum(self.watch.chunks)

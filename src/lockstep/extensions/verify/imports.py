@@ -73,7 +73,7 @@ class _ChangingLoader(Loader):
         self.change = change
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Create the module as the other loader does."""
+        """Create the module with the wrapped loader."""
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -345,7 +345,7 @@ def _probe(dataset: Any) -> str:
 
 
 def join_batches(batches: list[Any]) -> Any:
-    """Join batches of the same structure by concatenating tensors along their first dimension.
+    """Join batches of the same structure by concatenating corresponding tensors along the first dimension.
 
     Raises:
         ValueError: the batches differ in structure, or in a value that is not a tensor.

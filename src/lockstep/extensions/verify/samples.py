@@ -1,4 +1,4 @@
-"""Checks that ranks get each sample once, in a new order each epoch, and count it once in evaluations."""
+"""Checks that ranks get each sample once, in a new order each epoch, and evaluate each sample once."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Samples:
         ]
 
     def _add(self, difference: Difference, cause: str, first: Event) -> None:
-        """Add a difference, whose cause is at the line that iterates the loader. ``first`` describes the loader."""
+        """Add a difference with a cause at the line that iterates the loader, which the event ``first`` describes."""
         self.found.differences.append((difference, Reason(cause, first["where"])))
 
     def _check_training(

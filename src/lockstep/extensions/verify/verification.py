@@ -214,7 +214,7 @@ class Verification:
         return self._certificate(ranks, reasons=reasons)
 
     def _check_untrained(self) -> list[str]:
-        """Add notes on parameters without gradients. Return a reason instead if these are a large part of the model."""
+        """Add notes on parameters without gradients. If they are a large part of the model, return a reason instead."""
         untouched, zero = self.comparison.untouched, self.comparison.zero
         if self.comparison.zero_share > _MAX_UNTRAINED:
             return [

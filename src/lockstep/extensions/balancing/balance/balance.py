@@ -161,7 +161,7 @@ class Balance:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Measure the times of steps within the block."""
+        """Time the fit's steps while the context is active."""
         try:
             with self._times.attached(self._session.strategy, self._step, self._validation):
                 yield

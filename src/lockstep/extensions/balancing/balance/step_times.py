@@ -181,7 +181,7 @@ class DeviceTimes(StepTimes):
     Forward, backward and waiting are times of the device. Fetching data counts as far as the device is idle meanwhile.
 
     Args:
-        clock: of the host.
+        clock: the host's clock.
         make_event: creates an event that records its time.
         stream: returns the current stream; work on other streams does not count for the step.
     """
@@ -198,7 +198,7 @@ class DeviceTimes(StepTimes):
 
     @classmethod
     def of(cls, device: torch.device, clock: Callable[[], float]) -> DeviceTimes:
-        """Create a timer for the current device of this type, which must support timed events."""
+        """Create a timer for the current device of ``device``'s type, which must support timed events."""
         # without streams, all work is on one: str() equals itself
         stream = functools.partial(current_stream, device) if has_streams(device) else str
         return cls(clock, functools.partial(timed_event, device), stream)

@@ -100,15 +100,15 @@ class Chain:
 
     Args:
         module: the user's.
-        name: of the container; None: the only one that is not inside another.
+        name: name of the container; None: the only container that is not inside another.
 
     Raises:
         MisconfigurationException: there is no such container, or there are several.
 
     Attributes:
-        name: of the container.
-        blocks: in their order.
-        names: of the blocks, as the module's state dict has them.
+        name: name of the container.
+        blocks: the blocks, in their order.
+        names: names of the blocks, as in the module's state dict.
     """
 
     def __init__(self, module: nn.Module, name: str | None = None) -> None:

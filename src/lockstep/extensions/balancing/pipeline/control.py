@@ -109,8 +109,8 @@ def shares_of_blocks(seconds: Sequence[Sequence[float]], kinds: Sequence[str]) -
     """Return each block's fraction of the chain's seconds, from the measurements of several ranks.
 
     Args:
-        seconds: of each block, by rank.
-        kinds: of the blocks; see `SIMILAR`.
+        seconds: seconds of each block, by rank.
+        kinds: kinds of the blocks; see `SIMILAR`.
 
     Example:
         >>> shares_of_blocks([[1.0, 3.0], [2.0, 6.0]], ["a", "b"])
@@ -139,8 +139,8 @@ class SplitControl:
     favor it (`Votes`). A move that takes longer than it saves within `PAYS_WITHIN` windows is not made.
 
     Args:
-        blocks: of the chain.
-        stages: their ranks.
+        blocks: costs of the chain's blocks.
+        stages: costs of the stages on their ranks.
         counts: present number of blocks of each stage.
 
     Attributes:
@@ -274,6 +274,6 @@ class SplitControl:
         return sum(block.moves for block, one, other in zip(self.blocks, *stages, strict=True) if one != other)
 
     def record_move(self, size: float, seconds: float) -> None:
-        """Set the speed of the link from the bytes and seconds of a move."""
+        """Estimate the speed of the link from the bytes and seconds of a move of blocks."""
         if size > 0 and seconds > 0:
             self.link = size / seconds

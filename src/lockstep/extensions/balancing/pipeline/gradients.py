@@ -1,4 +1,4 @@
-"""Gradients of a model in stages: sums over stages, means over replicas, and the norm of the full gradient."""
+"""Gradients of a pipelined model: sums over stages, means over replicas, and the norm of the full gradient."""
 
 from __future__ import annotations
 
@@ -114,11 +114,11 @@ def clip_by_norm(
     """Scale gradients so that the 2-norm of the full model's gradient is at most ``bound``. Collective.
 
     Args:
-        parameters: of this rank, with gradients; on any devices.
+        parameters: this rank's parameters with gradients, on any devices.
         owned: owners of the parameters.
         bound: largest norm.
         pipeline: the ranks of this replica.
-        device: of this rank, for the sum.
+        device: this rank's device, for the sum.
 
     Returns:
         the norm before.

@@ -68,7 +68,7 @@ class Layout:
 
 
 class StagePlacement:
-    """Mapping of the parameters and buffers of a module in stages to the devices of this process.
+    """Devices of this process on which the parameters and buffers of a pipelined module are placed.
 
     Args:
         chain: chain of the module.
@@ -109,7 +109,7 @@ def find_torn(module: nn.Module, where: Callable[[str], object]) -> tuple[str, s
 
 
 class Ownership:
-    """Mapping of the parameters and buffers of a module in stages to the ranks that store them.
+    """Ranks that store the parameters and buffers of a pipelined module.
 
     A block's tensors are stored by the rank of the block. Layers outside the chain are stored by all ranks, since the
     code before and after the chain may use them. Gradients of parameters on several ranks are summed. The owner is the

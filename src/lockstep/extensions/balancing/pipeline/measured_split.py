@@ -57,7 +57,7 @@ class MeasuredSplit:
     """Periodic exchange of times between a pipeline's ranks, which decides when the split changes.
 
     Args:
-        times: of this process's windows, by place in the pipeline.
+        times: timers of this process's windows, by position in the pipeline.
         ranks: number of ranks of a pipeline.
         ranks_of_host: number of ranks that share the memory of a host.
 

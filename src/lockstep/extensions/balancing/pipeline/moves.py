@@ -48,7 +48,7 @@ class _Item:
 
     Attributes:
         kind: `PARAMETER`, `BUFFER` or `EXTRA`.
-        name: in the module; for an extra state, of its layer.
+        name: name in the module; for an extra state, the name of its layer.
         target: the rank that receives it.
     """
 
@@ -62,7 +62,7 @@ class _Post:
 
     Args:
         group: the ranks.
-        device: of this rank.
+        device: this rank's device.
     """
 
     def __init__(self, group: comm.Group, device: torch.device) -> None:
@@ -131,7 +131,7 @@ def move(
         after: ranks of each tensor after the move.
         optimizers: optimizers, whose states move with the parameters.
         group: the ranks of the pipeline.
-        device: of this rank.
+        device: this rank's device.
 
     Returns:
         bytes that this rank has sent, without small tensors.

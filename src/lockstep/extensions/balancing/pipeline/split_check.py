@@ -68,7 +68,7 @@ class SplitCheck:
         return found, groups
 
     def _run_weights(self, given: dict[str, Any], last_backward: bool) -> Any:
-        """Run the part that computes the weights' gradients, and check them if the first part was checked."""
+        """Run the part of a backward that computes the weights' gradients, and check them if part one was checked."""
         whole, of_inputs = self._pending.pop(id(given["param_groups"]), (None, ()))
         if whole is None:
             return self._run("weight", given, last_backward)

@@ -104,7 +104,7 @@ class _Stage:
         device: on which it runs.
         times: measures it.
         run: the measured forward of the blocks.
-        blocks: its part of the chain.
+        blocks: the stage's part of the chain.
         places: indices of these blocks in the chain.
         expected: shape of the tensor that the stage sends, if known.
         done: number of micro-batches whose forward has run in this call.
@@ -142,7 +142,7 @@ class _Blocks(nn.Module):
     The first stage receives the number of a micro-batch as its input.
 
     Args:
-        forward: of the stage.
+        forward: runs the forward of the stage.
         weights: parameters that its forward and its loss may use.
     """
 
@@ -173,7 +173,7 @@ class _Plan:
 
 
 def round_size(micro_batches: int, ranks: int) -> int:
-    """Return the number of micro-batches in a round, for the schedules in `IN_ROUNDS`."""
+    """Return the number of micro-batches that form one round in the schedules in `IN_ROUNDS`."""
     return micro_batches // max(1, micro_batches // ranks)
 
 
@@ -187,20 +187,20 @@ class Stages:
 
     Args:
         chain: blocks of all stages.
-        layout: of the blocks.
+        layout: layout of the blocks.
         group: the ranks of the pipeline.
         devices: of this process, by their place in the pipeline: one, or those of all places. Layers outside the chain
             run on the first.
         schedule: one of `SCHEDULES`. A window with too few micro-batches for it, or a number that does not divide into
             rounds, runs as by "gpipe".
-        context: of the run's precision, around forwards; None: nothing.
+        context: returns the context of the run's precision around forwards; None: no context.
         times: measure the windows, by place; None: they are not measured.
         local: this rank's parameters.
         random: generators of the blocks in training.
 
     Attributes:
         root: the place of the layers outside the chain.
-        device: of the root.
+        device: device of the root.
         has_all: True if no other process has a stage.
         has_first: True if the first stage is here.
         has_last: True if the last stage is here.

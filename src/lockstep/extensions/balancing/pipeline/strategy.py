@@ -138,7 +138,7 @@ class BalancedStrategy(RankedStrategy):
             "zero-bubble" (the backward is in two parts, and the previous stage waits for the first one only).
         split: "measured" splits by the seconds of each block on each rank, within their memory, and moves blocks when
             the speed of ranks changes. "equal", or the number of blocks of each stage such as [3, 5], is fixed.
-        chain: its name in the module, such as "model.layers"; None: the only one that the module has.
+        chain: name of the chain in the module, such as "model.layers"; None: the only chain that the module has.
         stages_per_rank: with "interleaved" (default: 2) and "zero-bubble" (default: 1); the stages go round the ranks.
         one_process: this process drives all devices of its node, one place in the pipeline each. No other process is
             started. Layers outside the chain are on the first device.
@@ -312,7 +312,7 @@ class BalancedStrategy(RankedStrategy):
         return placement
 
     def _refuse_torn(self, chain: Chain, placement: StagePlacement) -> None:
-        """Raise an error if one process would have a parameter or buffer on two devices, now or after a move."""
+        """Raise an error if one process would have a tensor on two devices, now or after a change of the split."""
         torn, moves = find_torn(self.module, placement.device_of), self._split_argument == "measured"
         if torn is not None:
             one, other = (str(placement.device_of(name)) for name in torn)

@@ -70,7 +70,7 @@ class StageTimes:
     """Timer for the windows of a stage, based on the host's clock or on GPU events.
 
     Args:
-        device: of the stage.
+        device: the stage's device.
         make_event: creates an event that records its time; default: torch's, if the device has timed events.
 
     Attributes:

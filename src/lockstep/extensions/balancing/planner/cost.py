@@ -92,7 +92,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds of a step under a candidate, and memory of the rank that needs the most.
+    """Predicted seconds of a step under a candidate, and predicted memory of the rank that needs the most.
 
     Attributes:
         candidate: the way to train.
@@ -549,7 +549,7 @@ def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> 
     """Predict memory and seconds of a step under a candidate.
 
     Args:
-        profile: of the model, in the candidate's precision.
+        profile: the model's profile in the candidate's precision.
         candidate: a way to train.
         hardware: the devices.
     """

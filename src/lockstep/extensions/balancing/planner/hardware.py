@@ -36,7 +36,7 @@ def parse_bytes(flag: str, text: str) -> float:
     """Parse a number of bytes such as "80GB", "24 GiB", "25GB/s" or "1000".
 
     Args:
-        flag: for the error.
+        flag: name of the option, for the error.
         text: the user's.
 
     Raises:
@@ -77,7 +77,7 @@ class Hardware:
         host_moved: bytes a second that the host's processor reads and writes.
         overlaps: True if messages are sent while a device computes.
         kind: type of the devices.
-        name: of the device.
+        name: name of the device.
         host: the machine on which it was measured; "" for described devices.
     """
 

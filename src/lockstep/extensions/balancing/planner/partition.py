@@ -86,11 +86,11 @@ class Stage:
     """Consecutive blocks on one device, with their seconds and memory.
 
     Attributes:
-        device: its index in the sequence.
+        device: index of the device in the sequence.
         start: index of its first block.
         stop: index after its last block.
         recomputed: indices of the recomputed blocks.
-        seconds: of a micro-batch: computation, recomputation and messages.
+        seconds: seconds of a micro-batch for computation, recomputation and messages.
         memory: bytes.
     """
 
@@ -213,7 +213,7 @@ class _Chain:
         """Return the seconds of each possible stage on a device; infinite for stages that do not fit.
 
         Args:
-            device: of the stage.
+            device: the stage's device.
             spare: True if the device may have no blocks.
         """
         link = 2 * (device.latency * self.inner + self.sends / device.bandwidth)
@@ -260,8 +260,8 @@ def partition(blocks: Sequence[Block], devices: Sequence[Device], spare: bool = 
     """Split a chain over devices so that the slowest stage is as fast as possible.
 
     Args:
-        blocks: in the order in which they run.
-        devices: in the order of their blocks.
+        blocks: the blocks, in the order in which they run.
+        devices: the devices, in the order of their blocks.
         spare: True if a device may stay without blocks.
 
     Raises:

@@ -107,11 +107,11 @@ class Plan:
     """Predictions for all ways to train a model on given devices, and the chosen way.
 
     Attributes:
-        profile: of the model, in the precision of the Trainer.
+        profile: the model's profile in the precision of the Trainer.
         hardware: the devices.
         rows: predictions of all ways.
         choice: the best one; None if nothing fits.
-        reason: of the choice, in one or two sentences.
+        reason: reason for the choice, in one or two sentences.
     """
 
     profile: ModelProfile
@@ -203,7 +203,7 @@ def make_plan(
     Equal arguments give equal plans.
 
     Args:
-        profiles: of one model: first in the precision of the Trainer, then in others, which are only shown.
+        profiles: profiles of one model, first in the Trainer's precision, then in precisions that are only shown.
         hardware: the devices.
         goal: "speed": the most samples a second among ways that fit, and the simpler of two that are about equal;
             "memory": the least memory on a device.

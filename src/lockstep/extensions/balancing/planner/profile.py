@@ -86,8 +86,8 @@ class ParameterProfile:
     """Size, block and optimizer states of a parameter. Tied parameters have one profile.
 
     Attributes:
-        name: its first name.
-        shape: of the whole parameter.
+        name: the parameter's first name.
+        shape: shape of the full parameter.
         itemsize: bytes of an element.
         trainable: True if it gets gradients.
         unit: number of its block, or REST.
@@ -107,12 +107,12 @@ class ParameterProfile:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the whole parameter."""
+        """Number of elements of the full parameter."""
         return math.prod(self.shape)
 
     @property
     def size(self) -> int:
-        """Bytes of the whole parameter."""
+        """Bytes of the full parameter."""
         return self.elements * self.itemsize
 
 
@@ -189,13 +189,13 @@ class ModelProfile:
     """Profile of a model, its batch, its optimizers and its precision.
 
     Attributes:
-        name: of its class.
-        samples: of the batch of one device.
+        name: name of the model's class.
+        samples: number of samples in the batch of one device.
         precision: as in ``Trainer(precision=...)``.
         parameters: all of them.
         buffers: bytes.
         batch: bytes.
-        blocks: in the order of the chain.
+        blocks: the blocks, in the order of the chain.
         steps: "kept", and "recomputed" if the model has repeated blocks, which are recomputed there.
         elementwise: True if optimizers can update slices of parameters.
         parameter_wise: True if optimizers can update each parameter by itself.
@@ -337,7 +337,7 @@ def profile_step(
 
     Args:
         step: the step. Its module is restored afterwards; it may be on the meta device.
-        samples: of the batch.
+        samples: number of samples in the batch.
         batch: input of the step, whose memory does not count.
         precision: name for the profile; the step's context applies it.
         named: names of the blocks.
@@ -485,8 +485,8 @@ def measure_step(
     """Measure the seconds of a profiled step, as medians over several steps and over blocks of one kind.
 
     Args:
-        profile: of the same step.
-        step: its module and batch are on ``device``. Parameters, buffers and random states are restored afterwards.
+        profile: profile of the same step.
+        step: the step, with module and batch on ``device``. Parameters, buffers and random states are restored.
         device: on which it runs.
         warm_up: number of steps that do not count.
         steps: number of steps that count.

@@ -176,7 +176,7 @@ class Span:
         unit: the block's number, or REST.
         start: count of operations at its start.
         stop: count of operations at its end.
-        work: of the operations.
+        work: work of the operations.
     """
 
     phase: str
@@ -194,7 +194,7 @@ class StepTrace(TorchDispatchMode):
         known: tensors that existed before, which do not count.
 
     Attributes:
-        spans: in the order in which they ran.
+        spans: the spans, in the order in which they ran.
         allocations: all allocations of operations.
         sends: bytes of each block's output, by its number.
         operations: number of operations so far.
@@ -331,7 +331,7 @@ def fake(module: nn.Module, dtype: torch.dtype | None = None) -> Callable[[], No
 
     Args:
         module: changed in place. Shared tensors stay shared.
-        dtype: of floating-point tensors; None: unchanged.
+        dtype: dtype of floating-point tensors; None: unchanged.
 
     Returns:
         a function that restores the module's own tensors.
@@ -378,7 +378,7 @@ class TracedStep:
         loss: runs the forward, and returns the loss.
         optimizers: creates the optimizers.
         context: returns the context around the forward, for example autocast.
-        dtype: of floating-point parameters and buffers, if a precision converts them; None: unchanged.
+        dtype: dtype of floating-point parameters and buffers, if a precision converts them; None: unchanged.
     """
 
     module: nn.Module
@@ -435,9 +435,9 @@ def trace_step(
     """Run one training step, and record its operations and allocations.
 
     Args:
-        step: its module has no gradients yet.
-        blocks: that have spans of their own, in any order.
-        batch: its tensors do not count.
+        step: the step, whose module has no gradients yet.
+        blocks: modules that have spans of their own, in any order.
+        batch: the batch, whose tensors do not count as memory of the step.
 
     Returns:
         the trace, and the optimizers with their states.

@@ -95,7 +95,7 @@ def plan_for(
     """Create a plan for the module that is attached to a Trainer.
 
     Args:
-        trainer: with the module attached.
+        trainer: Trainer to which the module is attached.
         batch: one batch of training data.
         hardware: the devices. None: measure the Trainer's devices.
         goal: see `lockstep.extensions.balancing.planner.plan.make_plan`.

@@ -175,7 +175,7 @@ def marks_of(hook: object, state: Any) -> RoundGroup | None:
 
     Args:
         hook: a communication hook of lockstep or torch, wrapped or not.
-        state: its state.
+        state: the hook's state.
 
     Returns:
         ``None`` for hooks that always use one group. For post-local SGD a function to be called at the start of each

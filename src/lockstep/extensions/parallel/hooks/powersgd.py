@@ -229,7 +229,7 @@ class _Round:
             torch.mm(p, q.t(), out=matrix.values)
 
     def _average(self, message: Tensor, group: comm.Group, sent: Tensor | None = None) -> None:
-        """Overwrite ``message`` with its mean over the ranks, and its copy ``sent`` with the rounded values that were sent."""
+        """Overwrite ``message`` with its mean over the ranks, and its copy ``sent`` with the rounded values."""
         if not self.half:
             mean(message, group)
             return
