@@ -22,7 +22,7 @@ BUSY = tuple(name for name in PARTS if name != "waiting")
 
 @dataclass(frozen=True)
 class RankScore:
-    """Speed of a rank relative to the fastest rank and to its own best, with the slowest part of its step.
+    """Speed of a rank relative to the fastest rank and to the rank's own best, and the slowest part of its step.
 
     Attributes:
         rank: number of the rank.
@@ -52,7 +52,7 @@ class RankScore:
 
 
 class StragglerMonitor(Callback):
-    """A callback that measures the parts of each rank's training steps, and names ranks that are slower than others.
+    """A callback that times the parts of each rank's training steps, and warns of ranks that are slower than others.
 
     Every eight steps the ranks exchange the medians of their steps: seconds of fetching data, forward, backward,
     waiting for other ranks, and the rest. A warning names a rank if its time for a sample, waiting excluded, was

@@ -257,7 +257,7 @@ class ZeroEngine:
         self.has_gradients = last
 
     def clip(self, limit: float) -> None:
-        """Set the limit to which the next step clips the 2-norm of the full gradient."""
+        """Set the largest 2-norm of the full gradient, to which the next step clips."""
         self.zero.clip_grad = limit
 
     def step(self) -> None:
@@ -530,7 +530,7 @@ class ZeroGradients(Gradients[ZeroEngine]):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Fill ``.grad`` with full gradients within the block. Changes to the gradients are lost. Collective."""
+        """In the context, fill ``.grad`` with full gradients, whose changes are lost afterwards. Collective."""
         zero = self.holder
         if not zero.has_gradients:
             yield
@@ -593,7 +593,7 @@ def _without_own_choices() -> Iterator[None]:
 
 
 def evaluation(module: nn.Module, config: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a function that calls methods of a partitioned module for evaluation. Collective.
+    """Return a function that calls methods of a partitioned module during evaluation. Collective.
 
     Layers are gathered for the call. The function's attribute ``end`` removes the hooks.
     """

@@ -315,7 +315,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return next((dtype for block, dtype in blocks.items() if block in self._config), None)
 
     def _engine_config(self) -> dict[str, Any]:
-        """Return the engine's config without the optimizer's settings, which need the optimizer."""
+        """Return the engine's config with defaults for required settings, and without the config's optimizer."""
         made = {key: dict(value) if isinstance(value, dict) else value for key, value in self._config.items()}
         made.pop("optimizer", None)
         self._config_sizes = settings.take_batch_sizes(made)
@@ -409,7 +409,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return optimizer
 
     def _check_callbacks(self) -> None:
-        """Raise an error for callbacks that change parameters of the module if the engine trains other tensors."""
+        """Raise an error for callbacks that change the module's parameters, if the engine trains different tensors."""
         callbacks = getattr(self.module.trainer, "callbacks", ())
         where = way = None
         if self._stage == 3:
@@ -437,7 +437,7 @@ class DeepSpeedStrategy(ShardedStrategy):
             raise MisconfigurationException(THAWED.format(name=name))
 
     def teardown(self) -> None:
-        """Remove the engine's hooks; in stage 3 the module stays partitioned."""
+        """Remove the engine's hooks. In stage 3 the module's parameters stay partitioned."""
         super().teardown()
         self._end_evaluation()
         if self._zero is not None and not self._is_over:
@@ -524,7 +524,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return value.whole(self.root_device) if isinstance(value, FlatPart) else value
 
     def _part(self, parameter: Any) -> Tensor:
-        """Return this rank's shard of a parameter. For a trained parameter these are the engine's float32 elements."""
+        """Return this rank's shard of a parameter: for a trained parameter, the engine's float32 elements."""
         if self._zero is not None and self._zero.trains(parameter):
             return self._zero.part(parameter)
         if is_partitioned(parameter):

@@ -1,4 +1,4 @@
-"""Detection of the start and end of a backward, by hooks on a module's outputs."""
+"""Detection of the start and end of a backward with hooks on a module's outputs."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class BackwardWatcher:
             self._self_stepping = remove_step_hooks(self.parameters)
 
     def watch_outputs(self, outputs: object, sync: bool, zero_weight: bool = False, expected: bool = True) -> None:
-        """Watch the outputs of a forward with gradients.
+        """Register hooks on a forward's outputs, which detect a backward of these outputs.
 
         Args:
             outputs: any object; tensors are found in collections, dataclasses and attributes.
@@ -259,11 +259,11 @@ class BackwardWatcher:
             step_all(self._self_stepping)
 
     def reset(self) -> None:
-        """Reset the state, so that no forward waits for its backward."""
+        """Reset the state, so that no earlier forward is expected to be followed by a backward."""
         self._prepared = self._must_reduce = self._waiting = self.expected = self.zero_weight = False
 
     def _leaves_gradients(self, output: Tensor | None) -> bool | None:
-        """Return True in a backward, False in `torch.autograd.grad`, or None if neither can be determined."""
+        """Return True in a backward, False in `torch.autograd.grad`, or None if this cannot be determined."""
         # the parameter of the last backward is tried first: usually one check is enough
         count, first = len(self.parameters), self._index
         for step in range(count):

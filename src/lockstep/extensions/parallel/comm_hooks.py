@@ -82,11 +82,11 @@ class DivergedWeights:
             self._own = None
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters of the module, and those that only the optimizers have."""
+        """Return the module's parameters by name, and the parameters that only the optimizers have."""
         return {**dict(self._module.named_parameters()), **parameters_outside(self._module, self._optimizers)}
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that were trained in some step."""
+        """Return the parameters that were trained in any step so far, by name."""
         named = self.named_parameters()
         # not frozen ones: they are equal on all ranks, and the mean of equal numbers may round
         self._trained.update(name for name, parameter in named.items() if parameter.requires_grad)
@@ -98,7 +98,7 @@ class DivergedWeights:
     # -- saving
 
     def state_dict(self, leader: int) -> dict[str, Any]:
-        """Return this rank's state for a resume with the same bits, on the CPU.
+        """Return, on the CPU, this rank's state, from which a resume continues with the same bits.
 
         Args:
             leader: the first of the ranks with the same parameters and optimizers; only this one saves them.
@@ -270,7 +270,7 @@ POST_LOCAL = "start_localSGD_iter"
 
 
 class _TorchState(NamedTuple):
-    """State of one of torch's hooks in a form that can be pickled."""
+    """State of one of torch's hooks, in a form that can be pickled."""
 
     kind: type[Any]
     found: dict[str, Any]
@@ -409,7 +409,7 @@ class CommunicationHook(AttachableHook):
     # -- checkpoints
 
     def rank_states(self, local: CountedLocalSteps | None, alone: bool) -> list[dict[str, Any]]:
-        """Return the state of each rank (the hook's memory, own weights and optimizers), by rank, on rank 0.
+        """Gather on rank 0 each rank's state: the hook's memory, and the rank's own weights and optimizers.
 
         Collective, unless ``alone``.
 
@@ -424,7 +424,7 @@ class CommunicationHook(AttachableHook):
     def load_rank_states(
         self, local: CountedLocalSteps | None, states: Sequence[dict[str, Any]], device: torch.device
     ) -> None:
-        """Load this rank's state, also if the number of ranks has changed."""
+        """Load this rank's state from the saved states of all ranks, even if the number of ranks has changed."""
         world, rank = comm.world_size(), comm.rank()
         memories = share_states([state["hook"] for state in states], world)
         if memories:

@@ -79,7 +79,7 @@ FORWARD = "DistributedDataParallel.forward"
 
 
 class DistributedDataParallel(TorchNames, nn.Module, Joinable):
-    """Container that trains ``module`` on every rank of a group, each with its own part of the batch.
+    """Container that trains ``module`` on all ranks of a group, where each rank has its own part of the batch.
 
     It replaces ``torch.nn.parallel.DistributedDataParallel`` when the import is changed; ``docs/ddp.md`` lists the
     differences. At construction every rank takes rank 0's parameters and buffers. After a backward every rank has the
@@ -364,7 +364,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 profiled.__exit__(None, None, None)
 
     def _run_together(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
-        """Run a collective forward, and watch its outputs for the backward."""
+        """Run a collective forward, and register hooks on its outputs that detect the backward."""
         sync = grad and self.require_backward_grad_sync
         weight = self._prepare_forward(grad, sync)
         outputs = self._run(inputs, kwargs)
@@ -649,7 +649,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.forward_sync_buffers = value
 
     def will_sync_module_buffers(self) -> bool:
-        """Return True if the next forward synchronizes buffers first."""
+        """Return True if the next forward starts by synchronizing buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
 
     def _has_buffers(self) -> bool:

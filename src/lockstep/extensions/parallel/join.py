@@ -1,4 +1,4 @@
-"""Support for uneven batches, by weighted means over ranks and by ``join`` for ranks that have run out."""
+"""Support for uneven batches: weighted means over ranks, and ``join`` for ranks that have run out of batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_weight(n: float, rank: int) -> float:
 
 
 class Weight:
-    """Weight of one forward, and the factor by which its gradients are multiplied. Collective.
+    """Weight of one forward, and the factor by which the forward's gradients are multiplied. Collective.
 
     Args:
         weight: weight of this rank's batch.

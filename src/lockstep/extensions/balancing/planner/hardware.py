@@ -118,7 +118,7 @@ class Hardware:
         return table.get(wanted) or table.get("bfloat16" if wanted == "float16" else "float16") or table["float32"]
 
     def slowest_link(self) -> tuple[float, float]:
-        """Return bytes a second and latency in seconds of the slowest link in a ring over all devices."""
+        """Return (bytes per second, latency in seconds) of the slowest link in a ring over all devices."""
         if self.nodes > 1 and self.devices > 1:
             return min(self.link, self.node_link), max(self.latency, self.node_latency)
         return (self.node_link, self.node_latency) if self.nodes > 1 else (self.link, self.latency)
@@ -182,7 +182,7 @@ def _median(run: Callable[[], object], device: torch.device, times: int = 5) -> 
 
 
 def _rate_of_products(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the floating-point operations a second of matrix products in a dtype."""
+    """Measure the floating-point operations per second of matrix products in a dtype."""
     # larger matrices use more of a device; a device that is slow in a dtype stops at small ones
     size, most = SMALL, SMALL if device.type == "cpu" else 4096
     while True:
@@ -252,7 +252,7 @@ def copying(kind: str, one: int, other: int) -> float:
 
 
 def usable_memory(device: torch.device) -> float:
-    """Return the bytes that a run can use on a device, including free memory in torch's allocator."""
+    """Return the number of bytes that a run can use on a device, including unused memory in torch's allocator."""
     free = free_memory(device)
     if free is None:
         return 16 * GB
@@ -273,7 +273,7 @@ def _small_step() -> Callable[[], None]:
 
 
 def probe(rank: int, folder: str) -> None:
-    """Measure communication between two processes on this host, which both call this function.
+    """Measure messages, contention and engines' overhead between two processes, each of which calls this function.
 
     Rank 0 writes the results into ``folder``.
 

@@ -305,7 +305,7 @@ def partition(blocks: Sequence[Block], devices: Sequence[Device], spare: bool = 
 
 
 def _too_large(blocks: Sequence[Block], devices: Sequence[Device], spare: bool) -> DoesNotFit:
-    """Return the error that names a block larger than any device, or the memory that each device lacks."""
+    """Return an error that names a block too large for every device, or else the memory that each device lacks."""
     missing = _missing(blocks, devices, spare)
     for index, block in enumerate(blocks):
         gaps = []

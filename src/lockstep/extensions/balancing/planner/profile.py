@@ -118,7 +118,7 @@ class ParameterProfile:
 
 @dataclass(frozen=True)
 class SpanProfile:
-    """Memory and work of consecutive operations of a step, in one block or outside all blocks.
+    """Memory and work of consecutive operations of a training step, in one block or outside all blocks.
 
     Only memory that is allocated within the step counts.
 
@@ -162,7 +162,7 @@ class BlockProfile:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Spans of a step, with or without recomputation.
+    """Spans of a training step that runs with or without recomputation.
 
     Attributes:
         spans: the spans, in the order in which they run.
@@ -171,7 +171,7 @@ class StepProfile:
     spans: tuple[SpanProfile, ...]
 
     def seconds(self, phase: str, unit: int | None = None) -> float | None:
-        """Return the measured seconds of a phase, or of one block in the phase; None without a measurement."""
+        """Return the measured seconds of a phase, or of one block in the phase; None if they were not measured."""
         found = [s.seconds for s in self.spans if s.phase == phase and unit in (None, s.unit)]
         return None if None in found else float(sum(value or 0.0 for value in found))
 
@@ -387,7 +387,7 @@ class _Traced(NamedTuple):
 
 
 def _trace(step: TracedStep, units: dict[str, nn.Module], batch: object, again: bool) -> _Traced:
-    """Trace a step on fake tensors, and restore its module."""
+    """Trace a step on fake tensors, and restore the step's module afterwards."""
     refuse_without(PLAN, "a plan", "name a strategy", PARTS)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -418,7 +418,7 @@ def _blocks(
 
 
 class _Clock:
-    """Observer of one step that records when forwards and backwards of blocks start and end."""
+    """Observer that records when the forwards and backwards of blocks start and end in one training step."""
 
     def __init__(self, units: Sequence[nn.Module], device: torch.device) -> None:
         self.units, self.device = {id(unit): number for number, unit in enumerate(units)}, device
@@ -435,7 +435,7 @@ class _Clock:
         return event
 
     def record(self, phase: str, unit: int) -> None:
-        """Record that a block starts to run now."""
+        """Record the time at which ``unit``, a block or the code outside the blocks, starts to run in a phase."""
         self.moments.append((phase, unit, self.now()))
 
     @contextmanager

@@ -27,7 +27,7 @@ REST = -1
 
 @dataclass
 class OperationWork:
-    """Total floating-point operations, memory traffic and number of a set of operations.
+    """Total work of a set of operations: floating-point operations, memory traffic and number of calls.
 
     Attributes:
         products: floating-point operations of matrix products, convolutions and attention.
@@ -98,7 +98,7 @@ def _padded(length: int) -> int:
 
 
 def workspace_of_lstm(length: int, batch: int, hidden: int) -> int:
-    """Return the bytes of oneDNN's workspace for the forward of one float32 LSTM layer.
+    """Return the size in bytes of oneDNN's workspace for the forward of one float32 LSTM layer.
 
     Inputs and outputs are not included. The workspace contains gates, states and gradients of states, each padded to
     pages. The formula was found by trying sizes.
@@ -395,14 +395,14 @@ class PhaseWatch(Protocol):
         """Return a context manager in which a phase of the step runs."""
 
     def enter(self, layer: nn.Module, args: object) -> None:
-        """Handle the start of a block's forward."""
+        """Observe the start of a block's forward, as a forward pre-hook."""
 
     def leave(self, layer: nn.Module, args: object, output: object) -> None:
-        """Handle the end of a block's forward."""
+        """Observe the end of a block's forward, as a forward hook."""
 
 
 def run_step(step: TracedStep, optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module], watch: PhaseWatch) -> None:
-    """Run forward, backward and update of a step, and notify an observer.
+    """Run forward, backward and update of a step, and notify the observer ``watch`` of phases and blocks.
 
     Args:
         step: the step, whose module has no gradients yet.

@@ -34,7 +34,7 @@ DEPENDS = (
 
 
 def _silent(*args: object, **kwargs: object) -> None:
-    """Do nothing. It replaces ``log`` and ``log_dict`` while a step is profiled."""
+    """Replace ``log`` and ``log_dict`` while a step is profiled, by doing nothing."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def _without_log(module: LightningModule, trainer: Trainer | None) -> Iterator[N
 
 
 def build(module: LightningModule, trainer: Trainer | None, device: torch.device | None = None) -> LightningModule:
-    """Return a copy of the module on which ``configure_model`` has run; without that hook, the module itself.
+    """Return a copy of the module on which ``configure_model`` has run, or the module itself if it lacks the hook.
 
     Args:
         module: the user's module.

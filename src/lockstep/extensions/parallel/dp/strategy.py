@@ -35,7 +35,7 @@ class DataParallelStrategy(Strategy):
     drives_all_devices = True
 
     def setup_environment(self) -> None:
-        """Check that there is only one node, then set up as usual."""
+        """Raise an error if there are several nodes, then set up the environment as other strategies do."""
         if self.world.num_nodes > 1:
             raise MisconfigurationException(
                 f'Trainer(strategy="dp", num_nodes={self.world.num_nodes}): "dp" is one process for the devices of one '
@@ -53,7 +53,7 @@ class DataParallelStrategy(Strategy):
         super().setup_module(module, own_backward)
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Run a step method on all devices, and join outputs and logged values on the first."""
+        """Run a step method on all devices, and join outputs and logged values on the first device."""
         rows = rows_of(args[0])
         if rows is None or len(self.devices) == 1 or getattr(fn, "__self__", None) is not self.module:
             return super().run(fn, *args)

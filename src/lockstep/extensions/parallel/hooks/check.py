@@ -1,4 +1,4 @@
-"""Checks of a communication hook, and preparation of its state, before the first step."""
+"""Checks of a communication hook before the first step, and preparation of the hook's state."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class PowerSGDState:
 
 
 def power_sgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average gradients approximately, by sending (n + m) r numbers for an n x m matrix, where r is ``state.rank``.
+    """Average gradients approximately: for an n x m matrix, send (n + m) r numbers, where r is ``state.rank``.
 
     M is a gradient on this rank, with n rows (its first dimension) of m numbers, plus the errors so far. All ranks
     multiply M with the same thin matrix Q, average P = M Q and make its columns orthonormal. Then they average
