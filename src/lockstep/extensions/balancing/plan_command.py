@@ -50,7 +50,7 @@ ELSEWHERE = ("nodes", "memory", "link", "chip")
 
 
 class _Planned(BaseException):
-    """Raised when the plan is made; a BaseException, so that a script's ``except Exception`` does not catch it."""
+    """Raised to end a script once its plan is made; a BaseException, which ``except Exception`` does not catch."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -152,7 +152,7 @@ def _run(script: list[str], fit: Any, elsewhere: bool) -> Plan:
 
 @contextmanager
 def _without_memory(elsewhere: bool) -> Iterator[None]:
-    """Move each parameter to the meta device when it is registered, since a model may be larger than this machine."""
+    """If ``elsewhere``, move parameters to the meta device as they are registered, so that they need no memory."""
 
     def place(module: nn.Module, name: str, parameter: Parameter | None) -> Parameter | None:
         if parameter is None or parameter.is_meta or isinstance(parameter, UninitializedParameter):
@@ -179,7 +179,7 @@ def write_csv(found: Plan, path: str) -> None:
 
     Args:
         found: the plan.
-        path: of the file.
+        path: path of the file.
     """
     rows = [row for row in found.rows if row.parts]
     kinds = list(dict.fromkeys(kind for row in rows for kind in row.parts))
@@ -193,7 +193,7 @@ def write_csv(found: Plan, path: str) -> None:
 
 
 def _check_file(option: str, path: str) -> None:
-    """Raise an error if a file cannot be written. Call it before the work whose result the file is to contain.
+    """Raise an error if the file of an option cannot be written. Call it before computing the file's contents.
 
     Args:
         option: the option that names the file, for the error.

@@ -60,8 +60,8 @@ def best_parts(costs: Sequence[Cost], total: int) -> tuple[int, ...]:
     The solution is exact. Each rank takes at least one sample, and not more than its memory allows.
 
     Args:
-        costs: of the ranks, whose memory allows at least ``total`` samples together.
-        total: at least the number of ranks.
+        costs: cost of each rank. The ranks' memory together allows at least ``total`` samples.
+        total: number of samples, which is at least the number of ranks.
 
     Example:
         >>> best_parts([Cost(16, 1.0), Cost(16, 3.0)], 32)
@@ -103,7 +103,7 @@ class Move:
 
 @dataclass
 class Votes:
-    """Counter of measurements that favor a change. A large change is due at once, a small one after several in a row.
+    """Counter of measurements that favor a change, which is due at once if it is large, else after several in a row.
 
     Whenever a small change takes most samples from a different rank than the last small change did, the required number
     of measurements doubles, up to `MOST_VOTES`.
@@ -175,7 +175,7 @@ class ShareControl:
         """Evaluate a measurement, and return the change of shares that is due, or None.
 
         Args:
-            seconds: of a window on each rank.
+            seconds: seconds of a window on each rank.
             parts: samples of each rank in that window.
             most: samples that each rank's memory allows; its present number is always allowed.
         """

@@ -27,12 +27,12 @@ Row = tuple[int, str, str, float | str, float]
 
 @dataclass
 class _PlaceTimes:
-    """Measured times of one position in the pipeline, which is a rank, or a device if one process drives all.
+    """Measured times at one pipeline position, which is a rank, or a device if one process drives all devices.
 
     Attributes:
-        seconds: rows with a micro-batch's seconds, one for a window.
+        seconds: one row for each window, with the seconds of a micro-batch.
         parts: rows of the last window for each split, by the number of decisions.
-        every: number of steps between two of ``seconds``.
+        every: number of steps between two rows of ``seconds``.
     """
 
     seconds: list[Row] = field(default_factory=list)
@@ -50,7 +50,7 @@ class StageTimeline(Callback):
     first is written. Measuring takes about a microsecond for each part of a micro-batch.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
         MisconfigurationException: when a fit starts, if it has another strategy or the file cannot be written.
@@ -84,7 +84,7 @@ class StageTimeline(Callback):
         return getattr(trainer.strategy, "times", {})
 
     def _add(self, trainer: Trainer, place: _PlaceTimes, window: WindowOfStage) -> None:
-        """Record the seconds of a measured window, and its spans as the newest ones of the current split."""
+        """Record a measured window's seconds, and replace the current split's spans with the window's spans."""
         strategy: Any = trainer.strategy
         step, split = trainer.global_step, " ".join(map(str, strategy.split))
         if step % place.every == 0:

@@ -22,14 +22,14 @@ BUSY = tuple(name for name in PARTS if name != "waiting")
 
 @dataclass(frozen=True)
 class RankScore:
-    """Speed of a rank relative to the fastest rank and to its own best, with the slowest part of its step.
+    """Speed of a rank relative to the fastest rank and to the rank's own best, and the slowest part of its step.
 
     Attributes:
-        rank: its number.
-        host: name of its host.
-        times: seconds by part, and samples, of its typical step.
-        score: its seconds a sample without waiting, divided by those of the fastest rank: 2.0 is half as fast.
-        past: the same relative to its own best so far.
+        rank: number of the rank.
+        host: name of the rank's host.
+        times: seconds by part, and samples, of the rank's typical step.
+        score: the rank's seconds per sample without waiting, divided by the fastest rank's: 2.0 is half as fast.
+        past: the rank's seconds per sample without waiting, divided by the rank's own best so far.
         part: the part of its step with the largest excess over the other ranks (on one device, over its own best):
             "data", "forward", "backward" or "other" (the update, hooks).
     """
@@ -52,7 +52,7 @@ class RankScore:
 
 
 class StragglerMonitor(Callback):
-    """A callback that measures the parts of each rank's training steps, and names ranks that are slower than others.
+    """A callback that times the parts of each rank's training steps, and warns of ranks that are slower than others.
 
     Every eight steps the ranks exchange the medians of their steps: seconds of fetching data, forward, backward,
     waiting for other ranks, and the rest. A warning names a rank if its time for a sample, waiting excluded, was

@@ -86,7 +86,7 @@ Config = dict[str, Any]
 
 
 def refuse(setting: str, why: str) -> MisconfigurationException:
-    """Return the error that reports a setting of the user's config."""
+    """Return an error that names a setting of the user's config and the reason why it is refused."""
     return MisconfigurationException(f"DeepSpeedStrategy(config=...): {setting}: {why}.")
 
 
@@ -109,7 +109,7 @@ def format_setting(path: Iterable[str], value: object) -> str:
 
 
 def read(given: str | os.PathLike[str] | Mapping[str, Any] | None) -> Config:
-    """Return the user's config as a dict, with counts as integers.
+    """Return the user's config as a dict, with counts converted to integers.
 
     Args:
         given: a dict, the path of a JSON file, or None for an empty config.
@@ -184,7 +184,7 @@ def _check_known(given: Mapping[str, Any], known: tuple[str, ...], path: tuple[s
 
 
 def with_integers(arguments: Mapping[str, Any]) -> Config:
-    """Return the strategy's arguments with counts as integers (2e8 becomes 200000000)."""
+    """Return the strategy's arguments, with counts converted to integers (2e8 becomes 200000000)."""
     return {name: _plain(value, (name,)) for name, value in arguments.items()}
 
 
@@ -335,12 +335,12 @@ def set_accumulation(config: Config, flag: int | Mapping[int, int]) -> None:
 
 
 def set_clipping(config: Config, value: float | None, algorithm: str | None) -> None:
-    """Set the norm to which the engine clips gradients: the config's norm, unless the Trainer has one.
+    """Set the engine's clipping norm to the config's value, or to 0.0 if the Trainer clips gradients.
 
     With a value of the Trainer the engine starts at 0.0 (no clipping): the loop sets the limit before each step.
 
     Raises:
-        MisconfigurationException: the two differ, or clipping is by value.
+        MisconfigurationException: the norms of the config and the Trainer differ, or the Trainer clips by value.
     """
     norm = config.get("gradient_clipping", 0.0)
     if value is not None and norm not in ("auto", 0.0, 0, value):

@@ -40,7 +40,7 @@ MIDDLE = (
 
 
 class AnyCall(nn.Module):
-    """Module for the engine whose forward calls any function, so that all user methods run in the engine's hooks.
+    """Module whose forward calls any given function, so that all of the user's methods run in the engine's hooks.
 
     Args:
         module: the user's module.
@@ -104,7 +104,7 @@ class ZeroEngine:
         engine: DeepSpeed's engine.
         stage: ZeRO's stage.
         pieces: this rank's shard of each parameter, by the parameter's id; parameters without one are missing.
-        has_gradients: a window's gradients are complete and not yet used.
+        has_gradients: True if a window's gradients are complete and not yet used.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class ZeroEngine:
         self.zero.reduce_independent_p_g_buckets_and_remove_grads = record
 
     def _check_order(self) -> None:
-        """Raise an error if the ranks added gradients of different parameters in this window. Collective.
+        """Raise an error if the ranks' buckets received different gradients, or in different orders. Collective.
 
         Raises:
             MisconfigurationException: the orders differ; the message names the first parameters that do.
@@ -235,8 +235,8 @@ class ZeroEngine:
 
         Args:
             loss: the micro-batch's loss.
-            last: this is the last micro-batch of its window.
-            drops: the micro-batch does not count: its gradients are set to zero.
+            last: True if this is the last micro-batch of its accumulation window.
+            drops: True if the micro-batch does not count, so that its gradients are set to zero.
             own: the module's override of ``backward``, to be called instead of ``loss.backward``.
         """
         self.engine.set_gradient_accumulation_boundary(last)
@@ -257,11 +257,11 @@ class ZeroEngine:
         self.has_gradients = last
 
     def clip(self, limit: float) -> None:
-        """Set the limit to which the next step clips the 2-norm of the full gradient."""
+        """Set the largest 2-norm of the full gradient, to which the next step clips."""
         self.zero.clip_grad = limit
 
     def step(self) -> None:
-        """Update the parameters by the window's gradients. Collective."""
+        """Update the parameters with the gradients of the accumulation window. Collective."""
         self._copy_settings()
         self.copy_changes()
         try:
@@ -297,7 +297,10 @@ class ZeroEngine:
             theirs.update({key: value for key, value in mine.items() if key != "params"})
 
     def find_untrained(self) -> str | None:
-        """Return the name of a parameter that was unfrozen, or added to the optimizer, after the engine was made."""
+        """Return the name of a parameter that was unfrozen or added to the optimizer after this engine's creation.
+
+        "" if the parameter is not the module's, None if there is no such parameter.
+        """
         late = [
             id(p)
             for group in self.optimizer.param_groups
@@ -308,7 +311,7 @@ class ZeroEngine:
         return names.get(late[0], "") if late else None
 
     def zero_grad(self) -> None:
-        """Drop all gradients, also those of an unfinished window."""
+        """Drop all gradients, including the gradients of an unfinished accumulation window."""
         self.has_gradients = False
         self._order.clear()
         for parameter in self.module.parameters():
@@ -332,7 +335,7 @@ class ZeroEngine:
             self.zero.reset_cpu_buffers()
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's shards of the window's gradients. In-place changes take effect in the step."""
+        """Return this rank's shards of the window's gradients. The step uses gradients that are changed in place."""
         if not self.has_gradients:
             return []
         if self._offloads:
@@ -342,7 +345,7 @@ class ZeroEngine:
         return [each for group in self.zero.averaged_gradients.values() if group is not None for each in group]
 
     def norms(self) -> list[Tensor]:
-        """Return the gradient norms that the engine records with offload. In-place changes affect clipping."""
+        """Return the gradient norms that the engine records if it offloads. Clipping uses norms changed in place."""
         return list(getattr(self.zero, "norm_for_param_grads", {}).values())
 
     def save(self, folder: str | os.PathLike[str], tag: str, rest: dict[str, Any]) -> None:
@@ -405,7 +408,7 @@ class ZeroEngine:
         return device
 
     def optimizer_state(self, finish: Callable[[FlatPart], Tensor]) -> dict[str, Any]:
-        """Return a state dict as the user's optimizer would have it on one process. Collective.
+        """Return the state dict that the user's optimizer would have in one process. Collective.
 
         Args:
             finish: converts this rank's shard of a state to the value in the dict.
@@ -519,15 +522,15 @@ class ZeroEngine:
 
 
 class ZeroGradients(Gradients[ZeroEngine]):
-    """Access to the gradients in DeepSpeed's engine. ``.grad`` of parameters is empty."""
+    """Access to the gradients in DeepSpeed's engine, which leaves the ``.grad`` of parameters empty."""
 
     def local(self, stepped: bool = False) -> list[Tensor]:
-        """Return this rank's shards of the gradients, and the gradient norms that offload records."""
+        """Return this rank's shards of the gradients, and the gradient norms that the engine records if it offloads."""
         return [*self.holder.gradients(), *self.holder.norms()]
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Fill ``.grad`` with full gradients within the block. Changes to the gradients are lost. Collective."""
+        """In the context, fill ``.grad`` with full gradients, whose changes are lost afterwards. Collective."""
         zero = self.holder
         if not zero.has_gradients:
             yield
@@ -590,7 +593,7 @@ def _without_own_choices() -> Iterator[None]:
 
 
 def evaluation(module: nn.Module, config: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a function that calls methods of a partitioned module for evaluation. Collective.
+    """Return a function that calls methods of a partitioned module during evaluation. Collective.
 
     Layers are gathered for the call. The function's attribute ``end`` removes the hooks.
     """

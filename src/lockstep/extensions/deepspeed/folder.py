@@ -58,7 +58,7 @@ _ENGINES = frozenset(
 
 
 def read(path: PathLike, place: Place | None, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint of DeepSpeed's engine as one process would have written it. Not collective.
+    """Read a checkpoint of DeepSpeed's engine into the dict that one process would have saved. Not collective.
 
     Weights are whole and in float32. The optimizer's states are included if lockstep wrote the folder: Lightning does
     not record which state belongs to which parameter.
@@ -198,7 +198,7 @@ def _groups(model: Mapping[str, Any], states: list[dict[str, Any]]) -> Iterator[
 
 
 def _weights(models: list[dict[str, Any]], groups: list[_Group], place: Place | None) -> dict[str, Any]:
-    """Return the module's state dict, with full tensors or filled shards."""
+    """Return the module's state dict, with full tensors, or with the shards of ``place`` filled from the files."""
     first = models[0]
     trained = {name: group for group in groups for name in group.shapes}
     shared, frozen = first.get("shared_params") or {}, first.get("frozen_param_shapes") or {}
@@ -221,7 +221,7 @@ def _weights(models: list[dict[str, Any]], groups: list[_Group], place: Place | 
 
 
 def _optimizer(groups: list[_Group], names: Mapping[int, str], place: Place | None) -> dict[int, dict[str, Any]]:
-    """Return the optimizer states by parameter number, with full tensors or filled shards."""
+    """Return the optimizer states by parameter number, with full tensors or the shards of ``place``, filled."""
     of_name = {name: group for group in groups for name in group.shapes}
     made: dict[int, dict[str, Any]] = {}
     for number, name in names.items():
@@ -253,7 +253,7 @@ def _place(name: str, whole: Tensor, place: Place | None) -> Tensor:
 
 
 class EngineCheckpointIO(TorchCheckpointIO):
-    """Writer of folders in DeepSpeed's own format.
+    """Checkpoint writer for folders in DeepSpeed's own format.
 
     Attributes:
         save: function of the strategy that lets the engine write into a folder. Its second argument is the rest of
@@ -323,9 +323,9 @@ _Trained = list[tuple[dict[str, Any], dict[int, str]]]
 
 
 def _untrained(weights: Mapping[str, Any], trained: Sequence[str]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return other names of trained tensors, and the tensors that are not trained.
+    """Return the additional names of shared trained tensors, and the tensors that are not trained.
 
-    The latter include buffers: a checkpoint does not mark them, and the engine only looks up its frozen parameters.
+    Untrained tensors include buffers: a checkpoint does not mark them, and the engine looks up frozen parameters only.
     """
     known = {weights[name].data_ptr(): name for name in trained}
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}

@@ -83,10 +83,10 @@ def import_quietly() -> None:
 
 @contextmanager
 def import_for(device: torch.device, level: int) -> Iterator[None]:
-    """Import DeepSpeed for this kind of device and connect it to the current process group.
+    """Import DeepSpeed for the type of ``device``, and connect it to the current process group.
 
-    Nothing is compiled: its shared-memory all-reduce, which needs a compiler, is disabled. Extensions that the user
-    needs (for example ``DeepSpeedCPUAdam``) are built on first use, with a log line.
+    Nothing is compiled: DeepSpeed's shared-memory all-reduce, which needs a compiler, is disabled. Extensions that the
+    user needs (for example ``DeepSpeedCPUAdam``) are built on first use, with a log line.
 
     Args:
         device: this rank's device.
@@ -119,7 +119,7 @@ def import_for(device: torch.device, level: int) -> Iterator[None]:
 
 @contextmanager
 def _without(name: str) -> Iterator[None]:
-    """Make imports of a package fail within the block, unless the package is imported already."""
+    """In the context, make imports of a package fail, unless the package is imported already."""
     if name in sys.modules:
         yield
         return
@@ -133,7 +133,7 @@ def _without(name: str) -> Iterator[None]:
 
 @contextmanager
 def _delay_compile() -> Iterator[None]:
-    """Within the block, delay ``torch.compile`` to the first call of a decorated function.
+    """In the context, delay ``torch.compile`` of a decorated function to the function's first call.
 
     DeepSpeed always imports its optimizer Muon, which has decorated functions, and torch's compiler takes seconds to
     import.
@@ -162,7 +162,7 @@ def _delay_compile() -> Iterator[None]:
 
 @contextmanager
 def _without_shared_memory() -> Iterator[None]:
-    """Within the block, mark DeepSpeed's shared-memory all-reduce as incompatible so that it is not built.
+    """In the context, mark DeepSpeed's shared-memory all-reduce as incompatible, so that it is not built.
 
     This also avoids DeepSpeed's slow check of all extensions.
     """
@@ -182,7 +182,7 @@ def _without_shared_memory() -> Iterator[None]:
 
 @contextmanager
 def hide_rename_warnings() -> Iterator[None]:
-    """Within the block, hide torch's deprecation warnings for collectives that DeepSpeed calls by old names."""
+    """In the context, hide torch's deprecation warnings for collectives that DeepSpeed calls by old names."""
     with DEEPSPEED_WARNINGS.inside():
         before = list(warnings.filters)
         message = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
@@ -197,7 +197,7 @@ def hide_rename_warnings() -> Iterator[None]:
 
 
 def zero_keys() -> list[str]:
-    """Return the keys of "zero_optimization" in the installed version of DeepSpeed."""
+    """Return the keys that the installed version of DeepSpeed accepts in the config's "zero_optimization"."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     fields = DeepSpeedZeroConfig.model_fields
@@ -240,7 +240,7 @@ def configure_checkpointing(block: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the block, log errors only, since importing DeepSpeed logs its device and more."""
+    """In the context, log errors only, since importing DeepSpeed logs its device and other details."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
@@ -275,7 +275,7 @@ def _drop_dead_groups() -> None:
 
 @contextmanager
 def _log_builds() -> Iterator[None]:
-    """Within the block, log builds of DeepSpeed's extensions and remove locks of builds that were killed."""
+    """In the context, log builds of DeepSpeed's extensions, and remove locks of builds that were killed."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     own = OpBuilder.jit_load
@@ -298,7 +298,7 @@ def _log_builds() -> Iterator[None]:
 
 
 def check_compiler(name: str) -> None:
-    """Check that an extension can be built.
+    """Raise an error if an extension cannot be built.
 
     Raises:
         MisconfigurationException: torch finds no C++ compiler.
@@ -314,7 +314,7 @@ def check_compiler(name: str) -> None:
 
 
 def can_use_disks() -> bool:
-    """Return True if DeepSpeed can offload to a disk: its extension for that needs libaio and its headers."""
+    """Return True if DeepSpeed can offload to a disk. Its extension for disks needs libaio and libaio's headers."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     with _quiet():

@@ -87,7 +87,7 @@ class _Room:
     """Buffer for one full parameter at a time, reused while DeepSpeed partitions a module.
 
     Args:
-        module: its largest parameter fits.
+        module: the module, whose largest parameter fits into the buffer.
         device: device of the memory.
     """
 
@@ -137,9 +137,9 @@ def put(parameter: Any, value: Tensor) -> None:
 
 @contextmanager
 def lean_linear() -> Iterator[None]:
-    """Let linear layers in the block save the parameter for their backward, not a view that keeps its memory.
+    """In the context, let linear layers save the parameter itself, since a saved view would keep its memory.
 
-    A backward that recomputes layers must run in such a block as well, since torch checks that the layers save as many
+    A backward that recomputes layers must run in this context, too, since torch checks that the layers save as many
     tensors as in the first forward.
     """
     from deepspeed.runtime.zero.linear import zero3_linear_wrap

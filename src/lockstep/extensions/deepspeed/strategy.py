@@ -315,7 +315,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return next((dtype for block, dtype in blocks.items() if block in self._config), None)
 
     def _engine_config(self) -> dict[str, Any]:
-        """Return the engine's config without the optimizer's settings, which need the optimizer."""
+        """Return the engine's config with defaults for required settings, and without the config's optimizer."""
         made = {key: dict(value) if isinstance(value, dict) else value for key, value in self._config.items()}
         made.pop("optimizer", None)
         self._config_sizes = settings.take_batch_sizes(made)
@@ -409,7 +409,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return optimizer
 
     def _check_callbacks(self) -> None:
-        """Raise an error for callbacks that change parameters of the module if the engine trains other tensors."""
+        """Raise an error for callbacks that change the module's parameters, if the engine trains different tensors."""
         callbacks = getattr(self.module.trainer, "callbacks", ())
         where = way = None
         if self._stage == 3:
@@ -430,14 +430,14 @@ class DeepSpeedStrategy(ShardedStrategy):
                 )
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Raise an error for a parameter that was unfrozen, or added to the optimizer, after the engine was made."""
+        """Raise an error for a parameter that was unfrozen or added to the optimizer after the engine's creation."""
         super().check_trained(replaced)
         name = None if self._zero is None else self._zero.find_untrained()
         if name is not None:
             raise MisconfigurationException(THAWED.format(name=name))
 
     def teardown(self) -> None:
-        """Remove the engine's hooks; in stage 3 the module stays partitioned."""
+        """Remove the engine's hooks. In stage 3 the module's parameters stay partitioned."""
         super().teardown()
         self._end_evaluation()
         if self._zero is not None and not self._is_over:
@@ -524,7 +524,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return value.whole(self.root_device) if isinstance(value, FlatPart) else value
 
     def _part(self, parameter: Any) -> Tensor:
-        """Return this rank's shard of a parameter. For a trained parameter these are the engine's float32 elements."""
+        """Return this rank's shard of a parameter: for a trained parameter, the engine's float32 elements."""
         if self._zero is not None and self._zero.trains(parameter):
             return self._zero.part(parameter)
         if is_partitioned(parameter):
@@ -589,7 +589,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return place
 
     def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint. Log a line for an engine's folder that a different number of ranks wrote."""
+        """Load a checkpoint. Log a line if the checkpoint is an engine's folder from a different number of ranks."""
         found = super().load_checkpoint(filepath, weights_only)
         if is_engines(filepath) and deepspeed_folder.count_ranks(filepath) != self.world.size:
             rank_zero_info(
@@ -630,7 +630,7 @@ class DeepSpeedStrategy(ShardedStrategy):
                 self._exact[id(parameters[name])] = self._own_part(parameters[name], saved[name])
 
     def _own_part(self, parameter: Parameter, value: Tensor) -> Tensor:
-        """Return float32 values for the engine from a loaded parameter; in stage 3, only this rank's elements."""
+        """Convert a loaded parameter to float32 values for the engine; in stage 3, only this rank's elements."""
         flat = _elements(value).flatten()
         if is_partitioned(parameter) and flat.numel() == value.numel():
             start, size = span(value.numel(), self.world.rank, self.world.size)

@@ -1,4 +1,4 @@
-"""Steps that leave parameters without a gradient and their optimizer states unchanged, as on one process.
+"""Steps that do not change parameters without a gradient, or the optimizer states of these parameters.
 
 DeepSpeed concatenates the parameters of a group and steps all of them; weight decay and momentum would also move
 those that are frozen or unused.
@@ -32,11 +32,11 @@ class UnusedParameters:
 
     Args:
         optimizer: the optimizer that steps; its parameters are the engine's float32 tensors.
-        flats: those tensors.
-        groups: for each of those tensors the parameters whose shards it contains.
+        flats: the engine's float32 tensors.
+        groups: for each tensor in ``flats``, the parameters whose shards it contains.
         pieces: this rank's shards, by the parameter's id.
         names: names of all trained parameters, by id.
-        swaps: the optimizer's states are on a disk between steps.
+        swaps: True if the optimizer's states are on a disk between steps.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class UnusedParameters:
         self._missed: set[int] = set()  # ids of parameters that missed a step which others of their group took
 
     def step(self, used: set[int], step: Callable[[], object]) -> None:
-        """Call the engine's ``step``, and restore the parameters without a gradient.
+        """Call the engine's ``step``, then restore the parameters without a gradient and their optimizer states.
 
         Args:
             used: ids of the parameters with a gradient; the same parameters on all ranks.
@@ -124,7 +124,7 @@ class UnusedParameters:
 
 
 def _values(parameter: Any) -> list[Tensor]:
-    """Return the tensors with a parameter's values: in stage 3 the shard, and the full tensor while gathered."""
+    """Return the tensors that store a parameter's values: in stage 3 the shard, and the full tensor if gathered."""
     part = getattr(parameter, "ds_tensor", None)
     whole = [parameter.detach()] if parameter.numel() else []
     return whole if part is None else [part.detach(), *whole]

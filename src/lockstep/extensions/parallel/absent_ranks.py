@@ -22,7 +22,7 @@ QUOTED = re.compile("'[^']*'")
 
 @contextlib.contextmanager
 def named_failure(group: comm.Group, doing: str, number: int) -> Iterator[None]:
-    """Name the missing ranks, with their own errors, if a collective inside fails.
+    """If a collective in the context fails, raise an error that names the missing ranks and their own errors.
 
     Args:
         group: process group of the collective.
@@ -58,7 +58,7 @@ def describe_absent(group: comm.Group, moment: str, number: int) -> str:
     Args:
         group: process group of the collective.
         moment: name of the collective; used once, and the same on all ranks.
-        number: number of its round.
+        number: number of the collective's round.
     """
     mine = comm.rank(group)
     try:

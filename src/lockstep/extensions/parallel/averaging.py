@@ -92,7 +92,7 @@ class ParameterAverager:
         self._world = comm.world_size(group if self._torchs is None else self._torchs.process_group)
 
     def _read_torch_averager(self, averager: Any) -> dict[int, Any]:
-        """Read the settings of torch's averager, and return its groups by period, smallest first."""
+        """Read the settings of torch's averager, and return its process groups by period, smallest period first."""
         name = type(averager).__name__
         if name not in _AVERAGERS or not type(averager).__module__.startswith(_TORCH_AVERAGERS):
             raise MisconfigurationException(
@@ -108,7 +108,7 @@ class ParameterAverager:
         return dict(averager.period_process_group_dict)
 
     def step(self) -> bool:
-        """Count an optimizer step, and average parameters if a period ends; collective then.
+        """Count an optimizer step. At the end of a period, average the parameters, which is collective.
 
         Returns:
             True if parameters were averaged, over all ranks or some of them.
@@ -217,8 +217,8 @@ _SENT_IN: dict[str | None, torch.dtype | None] = {None: None, "fp16": torch.floa
 class OuterOptimizer:
     """Optimizer that makes one outer step on the ranks' mean progress after every ``period`` local steps.
 
-    The outer gradient is the difference between the parameters at the last outer step and the ranks' mean parameters
-    now. The outer optimizer steps from the former, and all ranks continue from the result, with the same bits. With
+    The outer gradient is the difference between the parameters at the last outer step and the ranks' current mean
+    parameters. The outer optimizer steps from the former, and all ranks continue from its result, bit for bit. With
     ``lr=1, momentum=0`` this is plain averaging.
 
     Gradients must stay local between outer steps: use `lockstep.engines.ddp.hooks.post_local_sgd` with
@@ -309,7 +309,7 @@ class OuterOptimizer:
         return self.steps <= self.start or (self.steps - self.start) % self.period == 0
 
     def step(self) -> bool:
-        """Count a step of the inner optimizer, and make an outer step if a period ends; collective then.
+        """Count a step of the inner optimizer. At the end of a period, make an outer step, which is collective.
 
         Returns:
             True if an outer step was made.

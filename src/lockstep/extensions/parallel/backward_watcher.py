@@ -1,4 +1,4 @@
-"""Detection of the start and end of a backward, by hooks on a module's outputs."""
+"""Detection of the start and end of a backward with hooks on a module's outputs."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class WatchedContainer(Protocol):
     def _distributed_rank(self) -> int: ...
 
     def _before_backward(self) -> None:
-        """Check that ranks agree, inside a synchronized backward and before its round is prepared."""
+        """Check that all ranks are in the same backward, before this backward's gradient reduction is prepared."""
         ...
 
     def _prepare(self) -> None:
@@ -115,16 +115,16 @@ class WatchedContainer(Protocol):
         ...
 
     def skip_backward(self) -> None:
-        """Run a round without a backward, from the gradients in ``.grad``."""
+        """Run a round of gradient reduction without a backward, on the gradients in ``.grad``."""
         ...
 
 
 class BackwardWatcher:
-    """Watcher that starts and finishes a container's rounds around its backwards.
+    """Watcher that starts and finishes a round of gradient reduction in each synchronized backward of a container.
 
     Args:
         reducer: the container's reducer.
-        parameters: parameters that it averages.
+        parameters: parameters whose gradients the reducer averages.
         container: receives the calls of `WatchedContainer`, and calls `Reducer.prepare` and `Reducer.finish`.
         static: if True, all backwards have the same graph, and a round is always prepared when the backward starts.
 
@@ -168,7 +168,7 @@ class BackwardWatcher:
             self._self_stepping = remove_step_hooks(self.parameters)
 
     def watch_outputs(self, outputs: object, sync: bool, zero_weight: bool = False, expected: bool = True) -> None:
-        """Watch the outputs of a forward with gradients.
+        """Register hooks on a forward's outputs, which detect a backward of these outputs.
 
         Args:
             outputs: any object; tensors are found in collections, dataclasses and attributes.
@@ -202,7 +202,7 @@ class BackwardWatcher:
         return reached
 
     def _reach(self, sync: bool, output: weakref.ref[Tensor]) -> None:
-        """Start the round inside a backward that reached an output, if it will leave gradients in parameters."""
+        """Start the round when a backward reaches an output, if the backward will leave gradients in parameters."""
         reducer = self._reducer
         if self._prepared:
             reducer.sync = reducer.sync or sync
@@ -223,7 +223,7 @@ class BackwardWatcher:
             self._prepare(sync)
 
     def unprepared_grad(self) -> None:
-        """Start the round at a parameter's gradient, inside a backward in which no output's hook has done so."""
+        """Start the round when a parameter gets a gradient in a backward in which no output's hook has started it."""
         if self._prepared or not (self._waiting or self._current_task != -1) or self._container() is None:
             return
         if self._current_task == -1:
@@ -231,7 +231,7 @@ class BackwardWatcher:
         self._prepare(self._sync or self._must_reduce)
 
     def reduce_next(self, outputs: object = None) -> None:
-        """Let the next backward reduce, even if its forwards were not synchronized; named as in torch's reducer."""
+        """Let the next backward reduce, even if its forwards were not synchronized. The method's name is torch's."""
         self._must_reduce = True
 
     def _prepare(self, sync: bool) -> None:
@@ -259,11 +259,11 @@ class BackwardWatcher:
             step_all(self._self_stepping)
 
     def reset(self) -> None:
-        """Reset the state, so that no forward waits for its backward."""
+        """Reset the state, so that no earlier forward is expected to be followed by a backward."""
         self._prepared = self._must_reduce = self._waiting = self.expected = self.zero_weight = False
 
     def _leaves_gradients(self, output: Tensor | None) -> bool | None:
-        """Return True in a backward, False in `torch.autograd.grad`, or None if neither can be determined."""
+        """Return True in a backward, False in `torch.autograd.grad`, or None if this cannot be determined."""
         # the parameter of the last backward is tried first: usually one check is enough
         count, first = len(self.parameters), self._index
         for step in range(count):
@@ -337,7 +337,7 @@ waiting_for_steps: weakref.WeakValueDictionary[int, WatchedContainer] = weakref.
 
 
 def watch_optimizers() -> None:
-    """Install the hook on optimizers' steps, once in a process."""
+    """Install `_before_any_step` as a hook that runs before the steps of all optimizers, once in a process."""
     OPTIMIZER_HOOK.install(lambda: register_optimizer_step_pre_hook(_before_any_step).remove)
 
 

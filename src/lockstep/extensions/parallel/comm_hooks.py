@@ -40,7 +40,7 @@ class DivergedWeights:
 
     Attributes:
         differ: True if the ranks' weights may differ now.
-        has_diverged: True if they ever differed, in this fit or the one that it resumes; optimizers differ since then.
+        has_diverged: True if the weights ever differed, in this or the resumed fit; optimizers differ since then.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class DivergedWeights:
             self._own = None
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters of the module, and those that only the optimizers have."""
+        """Return the module's parameters by name, and the parameters that only the optimizers have."""
         return {**dict(self._module.named_parameters()), **parameters_outside(self._module, self._optimizers)}
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that were trained in some step."""
+        """Return the parameters that were trained in any step so far, by name."""
         named = self.named_parameters()
         # not frozen ones: they are equal on all ranks, and the mean of equal numbers may round
         self._trained.update(name for name, parameter in named.items() if parameter.requires_grad)
@@ -98,7 +98,7 @@ class DivergedWeights:
     # -- saving
 
     def state_dict(self, leader: int) -> dict[str, Any]:
-        """Return this rank's state for a resume with the same bits, on the CPU.
+        """Return, on the CPU, this rank's state, from which a resume continues with the same bits.
 
         Args:
             leader: the first of the ranks with the same parameters and optimizers; only this one saves them.
@@ -120,7 +120,7 @@ class DivergedWeights:
 
     @torch.no_grad()
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Load this rank's state from the `state_dict` of all ranks; their number must be the same as when saved."""
+        """Load this rank's state from the `state_dict` of all ranks, whose number must be the same as at the save."""
         mine = states[comm.rank()]
         if not mine:
             return
@@ -223,14 +223,17 @@ class HookedLocalSteps:
         return self._members if self._is_local else range(comm.world_size())
 
     def summed_weight(self, weight: Tensor) -> tuple[Tensor, int]:
-        """Return the sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
+        """Sum ``weight`` over the ranks whose gradients were averaged. Return the sum and the number of these ranks.
+
+        Collective.
+        """
         over = self._reducer.round_group
         if over is False:
             return weight, 1
         return comm.all_reduce(weight, "sum", over), comm.world_size(over)
 
     def step(self) -> None:
-        """Record an optimizer's step, and average if a period ends; collective then."""
+        """Record an optimizer's step. At the end of a period, average the parameters, which is collective."""
         if self._averager.step() and self._averager.agreed and self.apart.differ:
             self.apart.differ = False
             if self._take_buffers is not None:
@@ -267,7 +270,7 @@ POST_LOCAL = "start_localSGD_iter"
 
 
 class _TorchState(NamedTuple):
-    """State of one of torch's hooks in a form that can be pickled."""
+    """State of one of torch's hooks, in a form that can be pickled."""
 
     kind: type[Any]
     found: dict[str, Any]
@@ -406,7 +409,7 @@ class CommunicationHook(AttachableHook):
     # -- checkpoints
 
     def rank_states(self, local: CountedLocalSteps | None, alone: bool) -> list[dict[str, Any]]:
-        """Return the state of each rank (the hook's memory, own weights and optimizers), by rank, on rank 0.
+        """Gather on rank 0 each rank's state: the hook's memory, and the rank's own weights and optimizers.
 
         Collective, unless ``alone``.
 
@@ -421,7 +424,7 @@ class CommunicationHook(AttachableHook):
     def load_rank_states(
         self, local: CountedLocalSteps | None, states: Sequence[dict[str, Any]], device: torch.device
     ) -> None:
-        """Load this rank's state, also if the number of ranks has changed."""
+        """Load this rank's state from the saved states of all ranks, even if the number of ranks has changed."""
         world, rank = comm.world_size(), comm.rank()
         memories = share_states([state["hook"] for state in states], world)
         if memories:

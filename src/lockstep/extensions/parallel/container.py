@@ -79,7 +79,7 @@ FORWARD = "DistributedDataParallel.forward"
 
 
 class DistributedDataParallel(TorchNames, nn.Module, Joinable):
-    """Container that trains ``module`` on every rank of a group, each with its own part of the batch.
+    """Container that trains ``module`` on all ranks of a group, where each rank has its own part of the batch.
 
     It replaces ``torch.nn.parallel.DistributedDataParallel`` when the import is changed; ``docs/ddp.md`` lists the
     differences. At construction every rank takes rank 0's parameters and buffers. After a backward every rank has the
@@ -364,7 +364,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 profiled.__exit__(None, None, None)
 
     def _run_together(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
-        """Run a collective forward, and watch its outputs for the backward."""
+        """Run a collective forward, and register hooks on its outputs that detect the backward."""
         sync = grad and self.require_backward_grad_sync
         weight = self._prepare_forward(grad, sync)
         outputs = self._run(inputs, kwargs)
@@ -382,7 +382,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return outputs
 
     def _prepare_forward(self, grad: bool, sync: bool) -> Weight | None:
-        """Check and synchronize with the other ranks before a forward. Collective."""
+        """Check that a forward may run, agree with the other ranks on it, and synchronize buffers. Collective."""
         self._watch.before_forward()
         self._await_buffers()
         if torch.compiler.is_compiling():
@@ -420,7 +420,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._sync_module_buffers(src)
 
     def _compare(self, stage: str) -> None:
-        """Check that all ranks are at the same point and the last backward was complete, if ``check_reduction``."""
+        """If ``check_reduction``, check that all ranks are at the same point and the last backward was complete."""
         if self._checks is not None:
             with self._named_failure("comparing the ranks' places"):
                 self._checks.compare(stage, self.reducer.missing() if stage == "forward" else [])
@@ -466,9 +466,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank only, in the backwards of forwards inside.
+        """Disable gradient synchronization for the backwards of forwards that run in the context.
 
-        The first backward of a forward outside averages the sum.
+        Gradients accumulate on this rank. The first backward of a forward outside the context averages their sum.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -478,9 +478,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     @contextlib.contextmanager
     def weight(self, n: float) -> Iterator[None]:
-        """Weight the gradients of forwards inside by ``n``, so that they become the weighted mean over the ranks.
+        """Weight the gradients of forwards in the context by ``n``, so that ranks get the weighted mean.
 
-        With the number of samples and a loss that is a mean, this is the mean over all samples. Every rank passes its
+        If ``n`` is the number of samples and the loss a mean, this is the mean over all samples. Every rank passes its
         own weight; if all are zero, there are no gradients.
 
         Args:
@@ -501,7 +501,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._weight = before
 
     def compile(self, *args: object, **kwargs: object) -> None:
-        """Compile the container as `nn.Module.compile` does, and warn that nothing overlaps then."""
+        """Compile the container, and warn that the reduction of gradients will not overlap with the backward."""
         warn_once(COMPILED_WHOLE.format(name=type(self.module).__name__))
         super().compile(*args, **kwargs)
 
@@ -649,7 +649,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.forward_sync_buffers = value
 
     def will_sync_module_buffers(self) -> bool:
-        """Return True if the next forward synchronizes buffers first."""
+        """Return True if the next forward starts by synchronizing buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
 
     def _has_buffers(self) -> bool:

@@ -1,4 +1,4 @@
-"""Support for uneven batches, by weighted means over ranks and by ``join`` for ranks that have run out."""
+"""Support for uneven batches: weighted means over ranks, and ``join`` for ranks that have run out of batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_weight(n: float, rank: int) -> float:
 
 
 class Weight:
-    """Weight of one forward, and the factor by which its gradients are multiplied. Collective.
+    """Weight of one forward, and the factor by which the forward's gradients are multiplied. Collective.
 
     Args:
         weight: weight of this rank's batch.
@@ -116,11 +116,11 @@ class _Weighed(torch.autograd.Function):
 
 
 class JoinAgreement(NamedTuple):
-    """Agreement of all ranks before a forward.
+    """State on which all ranks agree before a forward.
 
     Attributes:
         active: number of ranks that still have batches.
-        leader: the last of them; all ranks take its buffers.
+        leader: the last rank that still has batches; all ranks take its buffers.
         sync: True if a synchronized backward follows.
         buffers: True if buffers are synchronized before the forward.
     """
@@ -132,14 +132,14 @@ class JoinAgreement(NamedTuple):
 
 
 def agree(group: comm.Group, device: torch.device, active: bool, sync: bool, buffers: bool) -> JoinAgreement:
-    """Exchange in one message which ranks have a batch and what they do next. Collective, also for joined ranks.
+    """Exchange in one message which ranks have a batch and what they do next. Collective over all ranks.
 
     Args:
         group: process group of the ranks.
         device: device of the model.
         active: True if this rank has a batch; the other arguments count only then.
-        sync: True if its backward is synchronized.
-        buffers: True if it synchronizes buffers before its forward.
+        sync: True if this rank's backward is synchronized.
+        buffers: True if this rank synchronizes buffers before its forward.
     """
     world = comm.world_size(group)
     votes = torch.zeros(world + 2, dtype=torch.int32)
@@ -254,7 +254,7 @@ class _FollowingHook(JoinHook):
             container.joining.has_followed = True
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the model of the last rank that trained, after the last batch of all ranks."""
+        """After the last batch of all ranks, copy the model of the last rank that trained to all ranks."""
         container = self._container
         leader = agree(container.process_group, container.device, is_last_joiner, False, False).leader
         container.reducer.divisor = comm.world_size(container.process_group)

@@ -17,10 +17,10 @@ USED_LATER = (
 
 
 class SkipUnused:
-    """Transport that passes buckets to another transport, except those that no rank used in a layout's first round.
+    """Transport that passes on all buckets but those whose parameters no rank used in the layout's first round.
 
-    It reads the used flags that are sent with the buckets. Without them (sparse gradients, ``static_graph=True``) all
-    buckets are carried.
+    It reads the flags of used parameters that are sent with the buckets. Without flags (sparse gradients,
+    ``static_graph=True``) all buckets are passed on.
 
     Attributes:
         inner: the given transport, or an all-reduce if that has no memory for a layout.
@@ -37,7 +37,7 @@ class SkipUnused:
         self._is_settled = False
 
     def buffers(self, sizes: list[Size]) -> Iterable[Tensor] | None:
-        """Return the inner transport's buffers for a new layout, which starts without skipped buckets."""
+        """Return the inner transport's buffers for a new layout of buckets, none of which is skipped at first."""
         self.skipped.clear()
         self._unused.clear()
         self._count, self._is_settled = len(sizes), False
@@ -50,7 +50,7 @@ class SkipUnused:
         return made
 
     def start(self, bucket: Bucket, scale: float) -> None:
-        """Start to sum the bucket, unless it is skipped.
+        """Start to sum the bucket over the ranks, unless the bucket is skipped.
 
         Raises:
             RuntimeError: the bucket is skipped, but this rank has a gradient in it.

@@ -24,7 +24,7 @@ ALWAYS = (
 
 
 class TorchNames:
-    """Base class of a container, with the names that torch's libraries use. Manual finalization is refused."""
+    """Base class of a container, with the private names of torch's container that torch's libraries use."""
 
     module: nn.Module
     process_group: Any
@@ -84,7 +84,7 @@ class TorchNames:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """True if the buckets have their final layout; torch's hooks for ZeroRedundancyOptimizer wait for it."""
+        """True if the buckets have their final layout, for which torch's hooks for ZeroRedundancyOptimizer wait."""
         return bool(self.reducer.is_laid_out)
 
     @property

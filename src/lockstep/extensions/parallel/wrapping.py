@@ -117,7 +117,7 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
 
 
 def _can_be_wrapped(container: nn.Module, group: comm.Group) -> bool:
-    """Return True if a container can be wrapped again over ``group``, so that the outer one averages."""
+    """Return True if a container can be wrapped again over ``group``, so that the outer container averages."""
     if not hasattr(container, "use_reducer"):
         return False
     settings = vars(container)

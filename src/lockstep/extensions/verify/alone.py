@@ -1,4 +1,4 @@
-"""Comparison of each rank with one process that gets only its samples, to find code that depends on the rank."""
+"""Comparison of each rank with one process on the same samples, to find code that depends on the rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ UNSEEN = (
 
 @dataclass(frozen=True)
 class AloneFinding:
-    """Result of comparing ranks, one by one, with one process.
+    """Result of comparing each rank with one process that gets only this rank's samples.
 
     Attributes:
         nature: why ranks and one process are expected to differ; "" if they are not.
@@ -56,11 +56,11 @@ class AloneFinding:
 
 
 class RanksAlone:
-    """Comparison of ranks with one process, rank by rank.
+    """Comparison of each rank with one process that gets only this rank's samples.
 
     Args:
         ranks: the run on ranks.
-        single: the run of one process that was fed the samples of all.
+        single: the run of one process that was fed the samples of all ranks.
         runs: makes more runs.
     """
 
@@ -118,7 +118,7 @@ class RanksAlone:
         return AloneFinding(cause=counts_differ)
 
     def _pairs(self, rank: int, update: int, alone: Recording) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter's gradient on a rank and in one process, as strided sums."""
+        """Yield pairs (gradient on a rank, gradient in one process) for the parameters, as strided sums."""
         sums = [each.sums(update) for each in self.ranks.ranks]
         for key, value in alone.first.unclipped_gradients(update).items():
             if not isinstance(value, Tensor) or not any(own.get(key) for own in sums):
@@ -127,7 +127,7 @@ class RanksAlone:
             yield sum(sums[rank].get(key, {}).values(), torch.zeros_like(expected)), expected
 
     def _explain_rank(self, rank: int, update: int, factor: float | None) -> Reason:
-        """Explain why a rank's gradient differs from that of one process with the same samples.
+        """Explain why a rank's gradient differs from the gradient of one process with the same samples.
 
         ``factor`` is the ratio of the two gradients, or None if they are not proportional.
         """
@@ -149,7 +149,7 @@ class RanksAlone:
         return Reason(text, line, f"one process was fed the samples of rank {rank} only, up to step {update}")
 
     def _draws_own(self) -> bool:
-        """Return True if steps draw random numbers that differ between ranks and cannot be joined."""
+        """Return True if steps draw random numbers that differ between ranks and cannot be joined for one process."""
         if any(event["grad"] for event in self.single.first.find(*KEPT)):
             return True
         paths = [sorted(rank.folder.glob("random-*.pkl")) for rank in self.ranks.ranks]

@@ -1,4 +1,4 @@
-"""Search for the cause of the first difference, from gradients, recorded events, and runs with something disabled."""
+"""Search for the cause of the first difference, from gradients, recorded events, and runs with an override."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Causes:
         difference: the first difference.
         ranks: the run on ranks.
         single: the run of one process.
-        retry: runs both again with an override.
-        splits_model: True if ranks hold parts of a model.
+        retry: returns True if ranks and one process agree when both run with an override.
+        splits_model: True if ranks have parts of a model.
         late_calls: runs the ranks again, and traces the calls of an update after its backward.
     """
 
@@ -209,7 +209,7 @@ class Causes:
         return self._explain_norm(ratio, proof)
 
     def _explain_norm(self, ratio: float, proof: str) -> Reason:
-        """Explain gradients whose ratio to those of one process is not the number of ranks or its inverse."""
+        """Explain gradients scaled by a factor other than the number of ranks or its inverse, as by a wrong norm."""
         root = math.sqrt(self.size)
         if math.isfinite(ratio) and self.ranks.is_sharded:
             is_root = ", the square root of the number of ranks" if _near(1 / ratio, root) else ""
@@ -260,7 +260,7 @@ class Causes:
         return Reason(text, self.step["where"], proof)
 
     def _explain_own_gradients(self, parts: Parts) -> Reason | None:
-        """Explain why the ranks' mean differs from the gradient of one process although they average correctly."""
+        """Explain why the ranks' mean differs from one process's gradient although the ranks average correctly."""
         shares = self._shares_of_single(parts)
         constant = shares.constant()
         if constant is not None:
@@ -306,7 +306,7 @@ class Causes:
         return Reason(text, where, proof)
 
     def _find_rank_read(self) -> Reason | None:
-        """Return the line in a module that reads the rank, if the runs agree when every rank reads 0 there."""
+        """Return a module's line that reads the rank, if the runs agree once every rank reads 0 at that line."""
         read = next(self.ranks.find("rank read"), None)
         if read is None or not self.retry("rank in modules"):
             return None
@@ -319,7 +319,7 @@ class Causes:
     # -- parts of models, and sharded parameters
 
     def _explain_split_model(self) -> Reason | None:
-        """Find a replicated parameter in a split model whose gradient counts once for each rank."""
+        """In a model that is split over ranks, find a replicated parameter whose gradient counts once for each rank."""
         reference = self.single.assembled("first", self.step["optimizer"])[0]
         own = self.ranks.first.load("first", self.step["optimizer"])
         split = {key for key, value in own.items() if _is_part(value, reference.get(key))}
@@ -417,7 +417,7 @@ class Causes:
     # -- lines
 
     def _norm_line(self) -> str:
-        """Return the line that sums a norm over ranks after the backward, else torch's clipping, else the step."""
+        """Return the line that sums a norm over ranks after the backward, else the line of the clipping or the step."""
         events = self.ranks.first.find("collective", update=self.update)
         sums = [event for event in events if event["backwards"] and event["shape"] in _SCALARS]
         return _call_lines(sums[0]) if sums else self.clipping or str(self.step["where"])

@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Result of `lockstep verify` for one number of ranks; true if the runs agree.
+    """Result of `lockstep verify` for one number of ranks. ``bool(certificate)`` is True if the runs agree.
 
     Attributes:
         script: the script with its arguments.
@@ -69,7 +69,7 @@ class Certificate:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command: 0 if alike, 1 if different, 2 if unknown."""
+        """Exit code of the command: 0 if the runs agree, 1 if they differ, 2 if this could not be determined."""
         return (ALIKE, DIFFERENT, UNKNOWN).index(self.verdict)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Step-by-step comparison of the numbers that N ranks and one process compute."""
+"""Step-by-step comparison of gradients, parameters and other values that N ranks and one process compute."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def shorten(names: Sequence[object], most: int = 3) -> str:
 
 
 def uneven(where: str) -> Reason:
-    """Return the cause of a difference if ranks have different numbers of batches."""
+    """Return the cause of a difference that arises because ranks get different numbers of batches."""
     text = "ranks get different numbers of batches: use a DistributedSampler, or train inside a Join context"
     return Reason(text, where)
 
@@ -139,7 +139,7 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """First difference; the largest, if several are in the same update and of the same kind."""
+        """First difference, or None. Among differences of one kind in one update, the largest."""
         return min(self.differences, key=_place, default=None)
 
     def drop(self, *kinds: str) -> None:
@@ -153,7 +153,7 @@ class Comparison:
         return len(self.differences) < before
 
     def count(self, kind: str, number: int = 1) -> None:
-        """Count compared items."""
+        """Add to the number of compared items of a kind."""
         self.compared[kind] = self.compared.get(kind, 0) + number
 
     def rows(self) -> Iterator[Row]:
@@ -189,7 +189,7 @@ def exact(kind: str, update: int) -> float:
 
 
 class Numbers:
-    """Comparison of the numbers of two runs.
+    """Comparison of the values that two runs compute.
 
     Args:
         ranks: the run on N ranks.
@@ -258,9 +258,9 @@ class Numbers:
     # -- tensors
 
     def _compare_tensors(self, kind: str, file: str, event: Event, number: int) -> None:
-        """Compare the tensors in one file of each run.
+        """Compare the tensors that both runs have written to a kind of file, for example "gradients".
 
-        ``number`` is that of the update or, for the file "first", of the optimizer.
+        ``number`` is the number of the update or, for the file "first", the number of the optimizer.
         """
         expected = self.single.assembled(file, number)[0]
         values_by_rank = self.ranks.assembled(file, number)
@@ -299,7 +299,7 @@ class Numbers:
         return sizes
 
     def _distance(self, kind: str, key: str, found: Tensor | None, reference: Tensor | None, scale: float) -> float:
-        """Return the difference of two values as a fraction of ``scale``. A missing gradient counts as zero."""
+        """Return the largest difference of two tensors as a fraction of ``scale``. A missing gradient is zero."""
         if found is None or reference is None:
             return max(_largest(found), _largest(reference)) / (scale or 1.0)
         if found.shape != reference.shape:
@@ -317,7 +317,10 @@ class Numbers:
         return size / (own or 1.0)
 
     def _mark_rounding(self, update: int) -> None:
-        """Exclude elements whose gradient is a rounding error from now on, because their updates are arbitrary."""
+        """From this update on, do not compare parameter elements whose gradient is only a rounding error.
+
+        The updates of these elements are arbitrary.
+        """
         gradients = self.single.assembled("gradients", update)[0]
         scale = _largest_of(gradients)
         for key, value in gradients.items():
@@ -328,7 +331,7 @@ class Numbers:
     # -- runs that agree without training
 
     def _check_vacuous(self) -> None:
-        """Find parameters that are not trained, and reasons why agreement would prove nothing."""
+        """Find untrained parameters, and reasons why the runs' agreement would prove nothing."""
         result, events = self.result, self.ranks.first.steps
         sizes: dict[str, list[float]] = defaultdict(list)  # by parameter, of its gradients
         elements: dict[str, int] = {}
@@ -372,7 +375,7 @@ class Numbers:
 
 
 def own_gradients(ranks: Recording, update: int) -> list[dict[str, Value]]:
-    """Load each rank's gradients of an update, as they were before clipping if ranks average first."""
+    """Load each rank's gradients of an update: before clipping, unless ranks clip first and average afterwards."""
     made = [rank for rank in ranks.ranks if rank.has_made(update)]
     if clips_first(ranks, update):
         return [rank.load("gradients", update) for rank in made]
@@ -402,7 +405,7 @@ def are_equal(values: Sequence[Mapping[str, Value]]) -> bool:
 
 
 def align(parts: Sequence[Tensor | None], reference: Tensor | None) -> list[Tensor | None]:
-    """Return the ranks' values, with parts of a tensor concatenated to the shape of ``reference``.
+    """Return the ranks' tensors; if the ranks have parts of a tensor, one tensor in the shape of ``reference``.
 
     Example:
         >>> [len(each) for each in align([torch.ones(2), torch.ones(2)], torch.ones(4))]

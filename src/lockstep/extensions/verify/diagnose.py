@@ -42,11 +42,11 @@ class Shares:
 
     @property
     def sum_to_one(self) -> bool:
-        """True if the ranks' weights of each micro-batch add up to 1, as in a mean over samples."""
+        """True if, for each micro-batch, the weights of all ranks add up to 1, as in a mean over samples."""
         return bool((self.weights.sum(0) - 1.0).abs().max() < 1e-4)
 
     def constant(self) -> float | None:
-        """Return the weight of all micro-batches, or None if their weights differ."""
+        """Return the weight that all micro-batches have, or None if their weights differ."""
         mean = self.weights.mean().item()
         return mean if self.all_are(mean) else None
 
@@ -61,7 +61,7 @@ class Shares:
 
 
 class Parts:
-    """The ranks' own gradients in one update, backward by backward.
+    """What each backward of an update has added to each rank's own gradients.
 
     Args:
         ranks: the run.
@@ -76,7 +76,10 @@ class Parts:
 
     @property
     def are_known(self) -> bool:
-        """True if the ranks' own gradients were recorded. Gradients of sharded parameters are not."""
+        """True if each rank's gradients before the reduction were recorded.
+
+        They are never recorded for sharded parameters.
+        """
         return bool(self._backwards) and not self.ranks.is_sharded
 
     @property
@@ -85,7 +88,7 @@ class Parts:
         return [key for key in self._sums[0] if any(own.get(key) for own in self._sums)]
 
     def shares(self, gradient: Mapping[str, Value], keys: Sequence[str] | None = None) -> Shares:
-        """Decompose a gradient by least squares.
+        """Decompose a gradient into a weighted sum of the ranks' own gradients, by least squares.
 
         Args:
             gradient: gradient of each parameter, by key.
@@ -109,7 +112,7 @@ class Parts:
         return Shares(solution.view(len(self._sums), -1), rest.item())
 
     def is_own(self, gradient: Mapping[str, Value], rank: int, keys: Sequence[str]) -> bool:
-        """Return True if a rank's gradient contains only its own backwards, and nothing from other ranks."""
+        """Return True if a rank's gradient comes only from this rank's backwards, and not from other ranks."""
         return not self._deviating([gradient], {key: self._total([self._sums[rank]], key) for key in keys})
 
     def not_averaged(self, gradients: Sequence[Mapping[str, Value]]) -> list[str]:
@@ -120,7 +123,7 @@ class Parts:
         return sum((sums for own in ranks for sums in own.get(key, {}).values()), _NOTHING)
 
     def _deviating(self, gradients: Sequence[Mapping[str, Value]], expected: Mapping[str, Tensor]) -> list[str]:
-        """Return the keys of parameters for which some gradient differs from the expected one."""
+        """Return the keys of parameters for which any of the ``gradients`` differs from the ``expected`` sums."""
         scale = max((sums.abs().max().item() for sums in expected.values()), default=0.0)
         return [
             key
@@ -130,5 +133,5 @@ class Parts:
 
 
 def _sums_of(value: Value) -> Tensor:
-    """Return the strided sums of a gradient. A missing one is zero."""
+    """Return the strided sums of a gradient, which are zero if the gradient is missing."""
     return strided_sums(value) if isinstance(value, Tensor) else _NOTHING

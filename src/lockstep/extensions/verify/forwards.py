@@ -211,7 +211,7 @@ class Forwards:
         patch(os._Environ, "__getitem__", getitem_recorded)
 
     def _is_read_in_module(self, frame: FrameType) -> bool:
-        """Return True if a module runs the line that reads the rank, and record the line."""
+        """Return True, and record the line, if the code in ``frame`` reads the rank within a module."""
         within = "a module's call" if self.watch.depth else ""
         caller: FrameType | None = frame
         # a few frames up: a module's method may call a function that reads the rank

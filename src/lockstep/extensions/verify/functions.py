@@ -96,7 +96,7 @@ class Functions(TorchFunctionMode):
     # -- random numbers
 
     def _shared_draw(self, name: str, result: Tensor) -> Tensor:
-        """Write a rank's random numbers. In one process return the ranks' numbers instead of its own."""
+        """On a rank, save the random numbers just drawn. In one process, return the ranks' numbers in their place."""
         settings = self.watch.settings
         # one file for each draw of an update and micro-batch: ranks and one process draw in the same order
         window = self.watch.updates, self.watch.backwards
@@ -147,7 +147,7 @@ class Functions(TorchFunctionMode):
         return args, {**kwargs, "dropout_p": 0.0}
 
     def _batch_norm_by_rank(self, func: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
-        """Normalize each rank's part of a batch with the part's own statistics."""
+        """Apply BatchNorm to each rank's part of a batch separately, with the part's own statistics."""
         names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         batch, total = arguments.pop("input"), sum(self.watch.chunks)

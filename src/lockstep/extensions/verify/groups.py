@@ -89,7 +89,7 @@ class Groups:
         patch(torch.multiprocessing, "start_processes", spawn)
 
     def _report_size_of_ranks(self) -> None:
-        """Make one process read the ranks' world size, to check if it then uses the ranks' learning rates."""
+        """Report the ranks' world size to user code in one process, to check if its learning rates then agree."""
         get_world_size, size = dist.get_world_size, len(self.watch.settings.feed)
         os.environ["WORLD_SIZE"] = str(size)
 

@@ -73,7 +73,7 @@ class _ChangingLoader(Loader):
         self.change = change
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Create the module as the other loader does."""
+        """Create the module with the wrapped loader."""
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -117,7 +117,7 @@ def _set_flags(settings: Settings, module: ModuleType) -> None:
 
 
 def _agree_alone(module: ModuleType) -> None:
-    """Make each of lockstep's ranks decide alone when to stop."""
+    """Let each of lockstep's ranks decide when to stop without the votes of the others."""
     original = module.ConsensusFlags.__init__
 
     @functools.wraps(original)
@@ -128,7 +128,7 @@ def _agree_alone(module: ModuleType) -> None:
 
 
 def _count_global_batches(settings: Settings, module: ModuleType) -> None:
-    """Make lockstep plan as many micro-batches in one process as on a rank, since each has all ranks' samples."""
+    """Multiply lockstep's batch size by the ranks, so that one process plans as many micro-batches as a rank."""
     original, ranks = module.Sampling.of, len(list(settings.folder_of_ranks.glob("rank-*")))
 
     def of(*args: Any, **kwargs: Any) -> Any:

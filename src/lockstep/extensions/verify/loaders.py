@@ -124,7 +124,7 @@ class Loaders:
         patch(DataLoader, "__iter__", lambda loader: self._iterate(loader))
 
     def _number(self, loader: DataLoader[Any]) -> int:
-        """Return a loader's number, in the order of first iterations.
+        """Return a loader's number. Loaders are numbered in the order in which they are first iterated.
 
         Loaders that a script creates for each epoch share one number: the same lines create them, one after another.
         """
@@ -164,7 +164,7 @@ class Loaders:
         return self._track(number, self._record_batches(loader, number, iteration))
 
     def _track(self, number: int, batches: Generator[Collate]) -> Iterator[Any]:
-        """Yield the batches, and end an epoch of training once all steps are made."""
+        """Yield a loader's batches, and end a training epoch once the requested steps of the run or epoch are made."""
         watch, settings = self.watch, self.watch.settings
         before, iteration = watch.steps, self._iterations[number] - 1
         for at in itertools.count():
@@ -193,7 +193,7 @@ class Loaders:
                 watch.journal.record_once(DRAWS, where=location())
 
     def _share_randomness(self, name: str) -> bytes:
-        """Write a rank's states of Python's and NumPy's generators. In one process restore a rank's states.
+        """On a rank, save the states of Python's and NumPy's generators. In one process, restore a rank's states.
 
         One process uses the states of the only rank whose samples it is fed, or of rank 0. Return the states.
         """
@@ -212,7 +212,7 @@ class Loaders:
     # -- recording
 
     def _describe(self, loader: DataLoader[Any], number: int, iteration: int) -> None:
-        """Record what determines a loader's order, before its iteration."""
+        """Record, before an iteration, the settings that determine a loader's samples and their order."""
         dataset, sampler = loader.dataset, loader.sampler
         is_sized = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
         batches = loader.batch_sampler if loader.batch_sampler is not None else sampler
@@ -243,7 +243,7 @@ class Loaders:
         )
 
     def _record_batches(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
-        """Yield the batches of a loader, and write their samples."""
+        """Yield the batches of a loader on a rank, and save their samples for one process."""
         # torch's iterators draw their seed so; without it, later random numbers would be others
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         journal = self.watch.journal
@@ -289,7 +289,7 @@ class Loaders:
     # -- replay
 
     def _replay_batches(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
-        """Yield the ranks' batches, joined to one batch or one rank after another."""
+        """Yield the batches that the ranks saved, either joined across ranks or one rank after another."""
         settings = self.watch.settings
         seen: set[str] = set()
         for at in itertools.count():
@@ -315,7 +315,7 @@ class Loaders:
                 yield functools.partial(loader.collate_fn, [sample for part in parts for sample in part["samples"]])
 
     def _join(self, convert: Callable[[Any], Any], parts: list[dict[str, Any]]) -> Any:
-        """Join batches from a data set that collates its samples itself."""
+        """Join the ranks' batches from a data set that collates its samples itself."""
         batches = [convert(part["samples"][0]) for part in parts]
         self.watch.chunks = tuple(
             next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
@@ -345,7 +345,7 @@ def _probe(dataset: Any) -> str:
 
 
 def join_batches(batches: list[Any]) -> Any:
-    """Join batches of the same structure by concatenating tensors along their first dimension.
+    """Join batches of the same structure by concatenating corresponding tensors along the first dimension.
 
     Raises:
         ValueError: the batches differ in structure, or in a value that is not a tensor.

@@ -1,4 +1,4 @@
-"""Test for losses that compare samples, which moves one sample slightly and compares the others' gradients."""
+"""Test for losses that compare samples: one sample is changed slightly, and the others' gradients are compared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROUNDING = 1e-12
 
 
 def move(value: Tensor) -> Tensor:
-    """Return a tensor with its first row moved. A row of whole numbers (labels, masks, counts) is not changed."""
+    """Return a tensor whose first row is shifted slightly, unless the row is whole numbers (labels, masks, counts)."""
     step = torch.zeros_like(value)
     own = value.detach()[0]
     if not torch.equal(own, own.round()):
@@ -31,12 +31,12 @@ def move(value: Tensor) -> Tensor:
 
 
 def move_batch(batch: Any) -> Any:
-    """Return a batch with its first sample moved."""
+    """Return a batch whose first sample is shifted slightly."""
     return tree_map(lambda leaf: move(leaf) if _has_rows(leaf) else leaf, batch)
 
 
 class Nudge:
-    """Hook that moves the first row of modules' outputs, and records other rows' gradients in the first backward.
+    """Hook that shifts the first row of modules' outputs, and records other rows' gradients in the first backward.
 
     The gradients do not change if the loss is a sum over samples, whatever divides it.
 

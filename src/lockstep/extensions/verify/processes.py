@@ -224,7 +224,7 @@ def _run(server: Server, ranks: Sequence[Settings], patience: Patience) -> list[
 
 
 def _wait(processes: Sequence[Forked], folders: Sequence[Path], patience: Patience) -> bool:
-    """Wait for processes to end. Return True if they make no progress any more and must be killed."""
+    """Wait for processes to end. Return True if they no longer make progress and must be killed."""
     start = last_change = time.monotonic()
     sizes: list[int] = []
     while any(process.poll() is None for process in processes):

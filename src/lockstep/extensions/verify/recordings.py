@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 
 class TensorPart(TypedDict):
-    """A rank's shard of a tensor with size `shape`, which starts at `offset` and has the size `own`."""
+    """A rank's shard of a tensor. The tensor has the size `shape`, and the shard starts at `offset` with size `own`."""
 
     part: Tensor
     offset: tuple[int, ...]
@@ -107,7 +107,7 @@ class RankRecording:
         return dict(self._load("sums", update))
 
     def has_made(self, update: int) -> bool:
-        """Return True if this rank made an update. Inside Join, only ranks that still have data do."""
+        """Return True if this rank made the update. Inside Join, a rank that has run out of data makes no updates."""
         return self._path("sums", update).exists()
 
     def unclipped_gradients(self, update: int) -> dict[str, Value]:
@@ -176,7 +176,7 @@ class Recording:
         return min(set().union(*made) - set(made[0]).intersection(*made), default=None)
 
     def joined(self) -> Recording:
-        """Return the recording with updates numbered as one process makes them.
+        """Return the recording with the numbers that the updates have in one process.
 
         Inside Join a rank without data makes no update, but the others do, so that the ranks' own numbers differ.
         """

@@ -73,7 +73,7 @@ def check_ranks(ranks: Recording, steps: int) -> str:
 
 
 def check_mesh(ranks: Recording) -> str:
-    """Explain that a model split in two dimensions is not supported. Return "" for one dimension."""
+    """Explain that a model split over two mesh dimensions cannot be verified. Return "" for other models."""
     event = next((event for _, event in ranks.find("sharded in groups")), None)
     if event is None:
         return ""
@@ -105,7 +105,7 @@ def _explain_ending(who: str, rank: RankRecording) -> str:
 
     Args:
         who: the process, as the subject of a sentence.
-        rank: its recording.
+        rank: recording of the process.
     """
     ending, errors = rank.ending, rank.errors
     if ending.status == "stuck":
@@ -242,7 +242,7 @@ def unsynchronized_shards(ranks: Recording) -> tuple[Difference, Reason] | None:
 
 
 def _window_difference(ranks: Recording, step: Event, text: str) -> Difference:
-    """Return a difference in all ranks' gradients at a step."""
+    """Create a `Difference` in the gradients of all ranks at a step."""
     name = next(iter(step["names"].values()), "")
     everywhere = tuple(range(len(ranks.ranks)))
     text = f"the gradient of {name} {text}"
@@ -250,7 +250,7 @@ def _window_difference(ranks: Recording, step: Event, text: str) -> Difference:
 
 
 def _divisor(events: Sequence[Event]) -> float | None:
-    """Return the number above 1 that divides all losses of a window, or None if there is none."""
+    """Return the number above 1 by which all losses of an accumulation window are divided; None if there is none."""
     divisors = {event["divisor"] for event in events}
     divisor = divisors.pop() if len(divisors) == 1 else None
     return divisor if divisor is not None and divisor > 1 else None

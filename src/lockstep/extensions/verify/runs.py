@@ -42,7 +42,7 @@ class Request:
 
 
 class Runs:
-    """Runner of one script in different ways.
+    """Runner of a script on ranks, in one process, or on simulated ranks.
 
     Args:
         request: what to verify.
@@ -177,7 +177,7 @@ class Runs:
 
 
 def working_copy(source: Path, target: Path) -> Path:
-    """Copy a folder for a run to write in, so that no other run finds the files.
+    """Copy a folder for one run, so that other runs do not find the files that this run writes.
 
     Small files are copied. Large files, hidden folders, and folders after the first 3,000 entries are linked.
 

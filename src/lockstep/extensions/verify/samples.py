@@ -1,4 +1,4 @@
-"""Checks that ranks get each sample once, in a new order each epoch, and count it once in evaluations."""
+"""Checks that ranks get each sample once, in a new order each epoch, and evaluate each sample once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Padding:
 
 @dataclass
 class SampleFindings:
-    """Result of comparing samples.
+    """Result of comparing the samples that ranks get.
 
     Attributes:
         differences: differences with their causes.
@@ -58,7 +58,7 @@ class SampleFindings:
 
 
 class Samples:
-    """Comparison of the samples of ranks.
+    """Comparison of the samples that ranks get from each loader.
 
     Args:
         ranks: the run on ranks.
@@ -97,7 +97,7 @@ class Samples:
         return [rank.find(*kinds, loader=number) for rank in self.ranks.ranks]
 
     def _epochs(self, number: int, iteration: int) -> list[list[int]]:
-        """Return an epoch's sample indices by rank, including those after the script was stopped."""
+        """Return an epoch's sample indices by rank, also for batches that were left when the script was stopped."""
         return [
             [
                 index
@@ -108,7 +108,7 @@ class Samples:
         ]
 
     def _add(self, difference: Difference, cause: str, first: Event) -> None:
-        """Add a difference, whose cause is at the line that iterates the loader. ``first`` describes the loader."""
+        """Add a difference with a cause at the line that iterates the loader, which the event ``first`` describes."""
         self.found.differences.append((difference, Reason(cause, first["where"])))
 
     def _check_training(
@@ -245,7 +245,7 @@ class Samples:
             self.found.notes.append(f"{missing} sample(s) of {size} are skipped at the end of an epoch")
 
     def _check_contents(self, batches: Sequence[Sequence[Event]], first: Event) -> None:
-        """Compare the content of samples that have no indices."""
+        """Find ranks that get the same samples, by the samples' content, in data without indices."""
         counts = [Counter(text for event in each for text in event["prints"] if text) for each in batches]
         drawn = min(sum(each.values()) for each in counts)
         # data that repeat samples on one rank (labels, small integers) repeat them between ranks as well

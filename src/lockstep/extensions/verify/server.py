@@ -21,7 +21,11 @@ _POLL_SECONDS = 0.05
 
 
 def serve() -> None:
-    """Fork a process for each line of standard input until the input is closed. Write each exit code to a file."""
+    """Run the script of each order, a line of JSON on standard input, in a forked process.
+
+    Print the process id, and write the exit code to the file `exit` in the order's folder. When the input is closed,
+    kill the processes that still run.
+    """
     torch.set_num_threads(1)
     server = os.getpid()
     running: dict[int, Path] = {}

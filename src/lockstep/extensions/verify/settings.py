@@ -72,7 +72,7 @@ class Settings:
 
     @property
     def folder_of_ranks(self) -> Path:
-        """Folder of the run whose samples are fed."""
+        """Folder of the run on ranks whose samples are fed to this process."""
         return Path(self.feed[0]).parent
 
     @property
@@ -115,14 +115,14 @@ class Journal:
         self._events.write(json.dumps({"kind": kind, **values}) + "\n")
 
     def record_once(self, kind: str, **values: object) -> None:
-        """Write an event, unless an equal one was written before."""
+        """Write an event, unless an equal event was written before."""
         key = f"{kind} {values}"
         if key not in self._written:
             self._written.add(key)
             self.record(kind, **values)
 
     def end(self, status: str, **values: object) -> None:
-        """Write how the process ended, after its last event."""
+        """Write how the process ended to the file ``end.json``, after the last event."""
         (self.folder / "end.json").write_text(json.dumps({"status": status, **values}))
         self._events.flush()
 

@@ -19,7 +19,7 @@ _COMPARED = "simulated ranks"
 
 
 class Simulation:
-    """Check that runs a script on each of many ranks, without the others, and compares what they would have sent.
+    """Check that runs a script on many ranks, each without the others, and compares what they would have sent.
 
     Args:
         request: what to verify; its devices are the ranks to simulate.
@@ -116,7 +116,7 @@ class Simulation:
 
 
 def _several(ranks: Sequence[int]) -> str:
-    """Format ranks for a message that ends with "rank", with the "s" of a plural.
+    """Format rank numbers to be appended to the word "rank", with the "s" of a plural.
 
     Example:
         >>> "rank" + _several([3]), "rank" + _several([0, 1, 2, 3, 4, 5])

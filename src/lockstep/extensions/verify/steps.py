@@ -1,4 +1,4 @@
-"""Observer of optimizers, which writes gradients before each step, parameters after it, and each backward's part."""
+"""Observer of optimizers, which saves gradients and parameters at each step, and what each backward has added."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Steps:
                 parameter.register_hook(functools.partial(self._accumulate, parameter))
 
     def _accumulate(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add a backward's gradient on this rank, in a hook that runs before any wrapper synchronizes it."""
+        """Add a gradient to the sums of the current backward. This hook runs before wrappers synchronize gradients."""
         own = self._own[id(parameter)]
         # set to None without zero_grad
         if parameter.grad is None:
@@ -110,7 +110,7 @@ class Steps:
         own[number] = own[number] + sums if number in own else sums
 
     def _wrap_clipping(self, clip: Callable[..., object], bound: str) -> Callable[..., object]:
-        """Wrap a clipping function so that gradients are written first. ``bound`` is the name of its limit argument."""
+        """Wrap a clipping function so that gradients are saved first. ``bound`` is the name of its limit argument."""
         signature = inspect.signature(clip)
         is_off = "clipping" in self.watch.settings.overrides
 
@@ -235,14 +235,14 @@ class Steps:
             self._take_over(f"first-{number}", own)
 
     def _divide_overrides(self) -> None:
-        """Divide the parameters that an override counts once by the number of ranks."""
+        """Divide the parameters that the overrides ``once KEY`` name by the number of ranks."""
         for override in self.watch.settings.overrides:
             for parameter in self._parameters:
                 if override == f"once {self._keys[id(parameter)]}":
                     parameter.data.div_(self.watch.settings.world)
 
     def _take_over(self, file: str, parameters: Iterable[Tensor]) -> None:
-        """Copy parameters that the ranks have written, from rank 0 or, if they are parts, from all ranks."""
+        """Load parameters that the ranks have saved: rank 0's, or all ranks' joined if the ranks have parts."""
         ranks = sorted(self.watch.settings.folder_of_ranks.glob(f"rank-*/{file}.pt"))
         found: list[dict[str, Value]] = [torch.load(path, mmap=True) for path in ranks]
         for parameter in parameters:
@@ -275,7 +275,7 @@ class Steps:
         return found
 
     def _named_buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield (name, buffer, True if a state dict has it) for the buffers of all models."""
+        """Yield (name, buffer, True if the buffer is persistent) for the buffers of all models."""
         has_several = len(self.forwards.roots) > 1
         for number, root in enumerate(self.forwards.roots):
             prefix = f"{type(root).__name__}-{number}." if has_several else ""
@@ -291,7 +291,7 @@ class Steps:
 
 
 def strided_sums(gradient: Tensor) -> Tensor:
-    """Return a gradient as `STRIDE` sums over its elements, in float64.
+    """Return `STRIDE` sums of a gradient's elements, each over every `STRIDE`-th element, in float64.
 
     They are linear: the strided sums of a sum of gradients are the sum of the gradients' strided sums.
     """

@@ -214,7 +214,7 @@ class Verification:
         return self._certificate(ranks, reasons=reasons)
 
     def _check_untrained(self) -> list[str]:
-        """Add notes on parameters without gradients. Return a reason instead if these are a large part of the model."""
+        """Add notes on parameters without gradients. If they are a large part of the model, return a reason instead."""
         untouched, zero = self.comparison.untouched, self.comparison.zero
         if self.comparison.zero_share > _MAX_UNTRAINED:
             return [
@@ -251,7 +251,7 @@ class Verification:
     # -- comparing
 
     def _compare(self, ranks: Recording, single: Recording) -> Comparison:
-        """Compare exactly, then small differences with the spread that a different order of summation causes."""
+        """Compare the runs exactly, then accept small differences that a different order of summation causes, too."""
         comparison = Numbers(ranks, single, exact).compare()
         first = comparison.first
         float64 = self.runs.float64
@@ -334,7 +334,7 @@ def _splits_model(ranks: Recording) -> bool:
 
 
 def _notes_of(ranks: Recording, single: Recording) -> Iterator[str]:
-    """Yield notes on what was disabled in the runs, and on random numbers that one process used from the ranks."""
+    """Yield notes on what was disabled in the runs, and on random numbers that one process took from the ranks."""
     for run, texts in ((ranks, _NOTES_OF_RANKS), (single, _NOTES_OF_SINGLE)):
         for _, event in run.find(*texts):
             yield texts[event["kind"]].format(**event)

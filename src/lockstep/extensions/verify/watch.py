@@ -69,7 +69,7 @@ class Watch:
 
     @contextmanager
     def inside_loader(self) -> Iterator[None]:
-        """Mark a block in which a loader draws a batch, whose random numbers belong to the data, not to the step."""
+        """Mark that a loader draws a batch in the context, so that random numbers count for the data, not the step."""
         before, self.in_loader = self.in_loader, True
         try:
             yield
@@ -83,7 +83,7 @@ def patch(owner: object, name: str, value: object) -> None:
 
 
 def record_collective(watch: Watch, name: str, payload: object, number: int = 0, whole: bool = True) -> None:
-    """Record a collective.
+    """Record a call of a collective in the journal.
 
     Args:
         watch: state that this process's observers share.

@@ -81,12 +81,12 @@ def check(strategy: Strategy, why: str = "") -> None:
 
 
 def measure(session: Session, step: Step, validation: EvaluationLoop, listeners: Sequence[Callback]) -> Balance | None:
-    """Return a `Balance` for a fit, or None if no callback receives step times and shares do not change.
+    """Return a `Balance` for a fit, or None if the shares are fixed and no callback receives step times.
 
     Args:
-        session: of the fit.
-        step: of the fit.
-        validation: of the fit.
+        session: the fit's session.
+        step: the fit's `Step`, which runs accumulation windows.
+        validation: the fit's validation loop.
         listeners: callbacks that receive the times.
 
     Raises:
@@ -124,11 +124,11 @@ class Balance:
     All ranks read the same numbers and make the same decision.
 
     Args:
-        session: of the fit.
-        step: of the fit.
-        validation: of the fit.
+        session: the fit's session.
+        step: the fit's `Step`, which runs accumulation windows.
+        validation: the fit's validation loop.
         listeners: callbacks that receive the times.
-        shares: whether shares change.
+        shares: True if the ranks' shares of samples change.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Balance:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Measure the times of steps within the block."""
+        """Time the fit's steps while the context is active."""
         try:
             with self._times.attached(self._session.strategy, self._step, self._validation):
                 yield
@@ -171,7 +171,7 @@ class Balance:
                 self._rows.send_only()
 
     def begin_epoch(self, feed: Feed, epoch: int, accumulate: int) -> None:
-        """Prepare measurement and shares for an epoch, or the rest of one, before its DataLoaders are opened."""
+        """Prepare the timers and the shares for a new or resumed epoch, before its DataLoaders are opened."""
         feed.prepare(epoch, accumulate)
         self._times.attach_source(*feed.sources)
         self._times.begin()
@@ -193,7 +193,7 @@ class Balance:
         self._parts, self._expected, self._counts = tuple(parts), expected, []
 
     def window_ended(self, window: Window) -> None:
-        """Record a finished accumulation window, and start or finish an exchange if one is due."""
+        """Record a finished accumulation window, and start or finish an exchange of step times if it is due."""
         of_rank = window.of_rank
         samples = of_rank[self._index]
         counts = of_rank is self._counts or list(of_rank) == self._expected
@@ -211,7 +211,7 @@ class Balance:
                 self._times.take(-1)
 
     def _send(self) -> None:
-        """Start an exchange of median times, loading progress, and the number of samples that fit each memory."""
+        """Start to exchange each rank's median times, loading progress, and largest share that fits its memory."""
         windows, busy = self._times.take(self._cut)
         parts = typical(windows) if windows and self._listeners else NO_TIMES
         mine = median(busy) if len(busy) >= LEAST else math.nan
@@ -219,7 +219,7 @@ class Balance:
         self._rows = RowExchange(entry, alone=self._session.world_size == 1)
 
     def _read(self, sent: RowExchange, feed: Feed, between_epochs: bool = False) -> None:
-        """Finish an exchange, pass the times to callbacks, and change the shares if `ShareControl` decides so."""
+        """Finish an exchange, pass the ranks' times to callbacks, and change the shares if a change is due."""
         rows, self._rows = sent.read(), None
         for listener in self._listeners:
             listener._on_step_times(self._session.trainer, [WindowTimes(*row[3:]) for row in rows])
@@ -247,7 +247,7 @@ class Balance:
         return self._control.look(busy, self._parts, most)
 
     def _room(self) -> float:
-        """Return how many of the samples that ranks divide at once fit this rank's memory; infinite if unknown."""
+        """Return the largest share of the samples divided at once that fits this rank's memory; infinite if unknown."""
         looks = self._windows // PERIOD
         if self._changes and self._largest and looks >= self._most[0]:
             free = _samples_in_free_memory(self._session, self._largest)
@@ -259,7 +259,7 @@ def _samples_in_free_memory(session: Session, largest: float) -> float:
     """Return the size, in samples, of the largest micro-batch that fits the free memory; infinite if unknown.
 
     Args:
-        session: the fit, between two windows, so that all memory of a micro-batch is free.
+        session: the fit's session, between two windows, so that all memory of a micro-batch is free.
         largest: number of samples in the largest micro-batch so far.
     """
     strategy, activations = session.strategy, session.activations

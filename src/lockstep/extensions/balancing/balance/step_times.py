@@ -26,7 +26,7 @@ PARTS = ("data", "forward", "backward", "waiting", "other")
 
 
 class WindowTimes(NamedTuple):
-    """Seconds of one accumulation window on one rank by part, or their medians over several windows.
+    """Seconds that one rank spends on each part of an accumulation window, or medians over several windows.
 
     Attributes:
         samples: number of this rank's samples in the window.
@@ -89,12 +89,12 @@ class StepTimes:
 
     @contextmanager
     def attached(self, strategy: Strategy, step: Step, validation: EvaluationLoop) -> Iterator[None]:
-        """Measure windows within the block.
+        """Measure the fit's accumulation windows while the context is active.
 
         Args:
-            strategy: of the fit, set up.
-            step: of the fit.
-            validation: of the fit; it does not count for a window.
+            strategy: the fit's strategy, after its setup.
+            step: the fit's `Step`, which runs accumulation windows.
+            validation: the fit's validation loop, whose time does not count for a window.
         """
         # methods are replaced, as a profiler does, so that a run that measures nothing pays nothing
         self._replace(step, "training_step", FORWARD)
@@ -106,7 +106,7 @@ class StepTimes:
             yield
 
     def attach_source(self, source: LoaderSource) -> None:
-        """Measure how long this rank waits for batches of a loader source. A source is attached once."""
+        """Measure how long this rank waits for batches from a loader source, unless the source is attached already."""
         if source is self._source:
             return
         self._source = source
@@ -114,7 +114,7 @@ class StepTimes:
             setattr(source, name, self._timed_opening(getattr(source, name)))
 
     def timed(self, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``fn`` so that its running time counts for a part of the window."""
+        """Wrap ``fn`` so that its running time is added to one part of the current window."""
         seconds, inner, clock, mine = self._seconds, self._inner, self.clock, get_ident()
         anywhere = part == WAITING  # torch's collectives; only the loop calls the others
 
@@ -166,7 +166,7 @@ class StepTimes:
         seconds[:] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def take(self, kind: int) -> tuple[list[WindowTimes], list[float]]:
-        """Return all windows since the last call, and the seconds without waiting of the windows of this kind."""
+        """Return the windows since the last call, and a list of the busy seconds of the windows of this ``kind``."""
         found = list(self._windows)
         self._windows.clear()
         return [window for window, _ in found], [window.busy for window, of in found if of == kind]
@@ -181,7 +181,7 @@ class DeviceTimes(StepTimes):
     Forward, backward and waiting are times of the device. Fetching data counts as far as the device is idle meanwhile.
 
     Args:
-        clock: of the host.
+        clock: the host's clock.
         make_event: creates an event that records its time.
         stream: returns the current stream; work on other streams does not count for the step.
     """
@@ -198,7 +198,7 @@ class DeviceTimes(StepTimes):
 
     @classmethod
     def of(cls, device: torch.device, clock: Callable[[], float]) -> DeviceTimes:
-        """Create a timer for the current device of this type, which must support timed events."""
+        """Create a timer for the current device of ``device``'s type, which must support timed events."""
         # without streams, all work is on one: str() equals itself
         stream = functools.partial(current_stream, device) if has_streams(device) else str
         return cls(clock, functools.partial(timed_event, device), stream)
@@ -209,7 +209,7 @@ class DeviceTimes(StepTimes):
         return event
 
     def timed(self, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``fn`` so that its running time counts for a part of the window."""
+        """Wrap ``fn`` so that its running time is added to one part of the current window."""
         # loading is the host's work
         if part == DATA:
             return super().timed(part, fn)
@@ -235,7 +235,7 @@ class DeviceTimes(StepTimes):
         self._tape, self._last = [], self._now()
 
     def end_window(self, samples: float, kind: int) -> None:
-        """Record a window whose work the host has launched; the device may not have finished it."""
+        """Record a window that the host has finished launching, even if the device is still computing it."""
         end = self._now()
         self._pending.append((samples, kind, self._seconds[DATA], self._tape, self._last, end))
         self._seconds[DATA] = 0.0

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class BlockRandom:
-    """States of the random generators of blocks, for each position in the pipeline and each device.
+    """Random generator states for a pipeline's blocks, by position in the pipeline and by device.
 
     Code outside the chain uses the process's own generators: the first and the last stage run the same code, and must
     get the same numbers.
@@ -36,7 +36,7 @@ class BlockRandom:
 
     @contextmanager
     def at(self, place: int) -> Iterator[None]:
-        """Use the generator states of a position in the pipeline within the block."""
+        """Switch to the generator states of one position in the pipeline while the context is active."""
         devices = self._devices[place]
         outside = [_state(device) for device in devices]
         _set(devices, self._states[place])
@@ -51,7 +51,7 @@ class BlockRandom:
         return dict(self._states)
 
     def load_state_dict(self, states: Mapping[int, list[Tensor]]) -> None:
-        """Load states from :meth:`state_dict`, unless they belong to other positions or types of devices."""
+        """Load states from :meth:`state_dict`; ignore them if they belong to other positions or device types."""
         sizes = {place: [state.numel() for state in mine] for place, mine in self._states.items()}
         if {place: [state.numel() for state in saved] for place, saved in states.items()} == sizes:
             self._states = dict(states)

@@ -54,7 +54,7 @@ NOT_FIRST = "A step called block {place} of the chain {chain!r} first: start wit
 
 
 class _Reached(BaseException):
-    """Raised when a step reaches the chain; a BaseException, so that user code does not catch it."""
+    """Raised to end a user's step at the chain; a BaseException, so that user code does not catch it."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -100,15 +100,15 @@ class Chain:
 
     Args:
         module: the user's.
-        name: of the container; None: the only one that is not inside another.
+        name: name of the container; None: the only container that is not inside another.
 
     Raises:
         MisconfigurationException: there is no such container, or there are several.
 
     Attributes:
-        name: of the container.
-        blocks: in their order.
-        names: of the blocks, as the module's state dict has them.
+        name: name of the container.
+        blocks: the blocks, in their order.
+        names: names of the blocks, as in the module's state dict.
     """
 
     def __init__(self, module: nn.Module, name: str | None = None) -> None:
@@ -148,7 +148,7 @@ class Chain:
     # -- calls of the blocks
 
     def attach(self) -> None:
-        """Replace the calls of the blocks so that the chain handles them."""
+        """Redirect calls of the blocks to :meth:`called`."""
         for place, block in enumerate(self.blocks):
             vars(block)["forward"] = _BlockCall(self, place, block.forward)
             # hooks run where the block computes, not where the step calls it
@@ -172,11 +172,11 @@ class Chain:
             self.mode = before
 
     def running(self) -> AbstractContextManager[None]:
-        """Return a context in which blocks compute."""
+        """Return a context in which a call of a block computes the block, as without a pipeline."""
         return self._in(_Mode.RUNS)
 
     def called(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Return the output of the chain for the user's call of one block, or end the step early."""
+        """Handle the user's call of one block: return a tensor in place of the block's output, or end the step."""
         if self.mode is _Mode.REFUSES:
             raise MisconfigurationException(OUTSIDE.format(chain=self.name))
         if not args or not isinstance(args[0], Tensor):
@@ -204,7 +204,7 @@ class Chain:
         return self._output
 
     def _collect(self, place: int, value: Tensor, extra: Extra) -> Tensor:
-        """Record the arguments of a block. Return the block's input, or end the step after the last block."""
+        """Record a block's arguments, and return the block's input, or end the step once all arguments are known."""
         if place == 0:
             self._first, self._extras = value, []
             # later blocks take no other arguments either: the step can end here
@@ -223,7 +223,7 @@ class Chain:
     # -- a step in two parts
 
     def input_of(self, step: Callable[[], Any]) -> tuple[Tensor | None, Extras]:
-        """Run a step up to the chain, and return the chain's arguments; None if the step does not call the chain."""
+        """Run a step up to the chain, and return the chain's input (None if never called) and other arguments."""
         self._count, self._first, self._extras = 0, None, []
         try:
             with self._in(_Mode.TAKES):
@@ -237,7 +237,7 @@ class Chain:
         return None, ()
 
     def with_output(self, step: Callable[[], Any], output: Tensor) -> Any:
-        """Run a step in which the call of the chain returns ``output``, and return its result.
+        """Run a step in which the chain returns ``output`` without computing, and return the step's result.
 
         Raises:
             MisconfigurationException: the step does not call all blocks once, in their order.

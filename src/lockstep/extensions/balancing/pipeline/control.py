@@ -26,12 +26,12 @@ SIMILAR = 1.5
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Share of a block in the seconds of the chain, and its memory.
+    """Fraction of the chain's seconds that a block takes, and the block's memory.
 
     Attributes:
         share: fraction of the seconds of the whole chain.
-        moves: bytes that move to another rank with it: parameters, optimizer states, buffers.
-        stays: bytes that it takes on its rank during a step: these and the gradients.
+        moves: bytes that move to another rank with the block: parameters, optimizer states, buffers.
+        stays: bytes that the block takes on its rank during a step: ``moves`` and the gradients.
         keeps: bytes that its forward of a micro-batch keeps for the backward.
     """
 
@@ -43,14 +43,14 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Seconds and memory of a micro-batch on the rank of a stage.
+    """Seconds that a stage's rank takes for a micro-batch, and the memory that the rank has for the stage.
 
     Attributes:
         chain: seconds of a forward and backward of all blocks of the chain.
         outside: seconds outside the blocks: the step before the chain, or after it.
-        memory: bytes that a rank has for the blocks of a stage.
-        in_flight: micro-batches whose activations it holds at the same time.
-        place: of its rank in the pipeline; None: each stage has its own rank, in the order of the measurements.
+        memory: bytes that the rank has for the blocks of the stage.
+        in_flight: number of micro-batches whose activations the rank stores at the same time.
+        place: the rank's position in the pipeline; None: each stage has its own rank, in the order of the measurements.
     """
 
     chain: float
@@ -62,7 +62,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class StageLook:
-    """Measured seconds of a micro-batch on a rank, inside and outside its blocks, without waiting."""
+    """Measured seconds of a micro-batch on a rank, inside and outside the rank's blocks, without waiting."""
 
     blocks: float
     outside: float = 0.0
@@ -74,10 +74,10 @@ class Resplit:
 
     Attributes:
         before: number of blocks by stage before the change.
-        after: number of blocks by stage after it.
+        after: number of blocks by stage after the change.
         seconds: measured seconds of a micro-batch on each stage before the change.
-        predicted: predicted seconds after it.
-        reason: in words.
+        predicted: predicted seconds of a micro-batch on each stage after the change.
+        reason: reason for the decision, in words.
         step: number of optimizer steps before the change.
     """
 
@@ -109,8 +109,8 @@ def shares_of_blocks(seconds: Sequence[Sequence[float]], kinds: Sequence[str]) -
     """Return each block's fraction of the chain's seconds, from the measurements of several ranks.
 
     Args:
-        seconds: of each block, by rank.
-        kinds: of the blocks; see `SIMILAR`.
+        seconds: seconds of each block, by rank.
+        kinds: kinds of the blocks; see `SIMILAR`.
 
     Example:
         >>> shares_of_blocks([[1.0, 3.0], [2.0, 6.0]], ["a", "b"])
@@ -139,8 +139,8 @@ class SplitControl:
     favor it (`Votes`). A move that takes longer than it saves within `PAYS_WITHIN` windows is not made.
 
     Args:
-        blocks: of the chain.
-        stages: their ranks.
+        blocks: costs of the chain's blocks.
+        stages: costs of the stages on their ranks.
         counts: present number of blocks of each stage.
 
     Attributes:
@@ -167,7 +167,7 @@ class SplitControl:
 
     @property
     def is_undecided(self) -> bool:
-        """True if a different split was better in the newest measurement, but more measurements must favor it."""
+        """True if the newest measurement favors a different split, but further measurements must confirm it."""
         return not self._settled
 
     def adopt(self, counts: tuple[int, ...]) -> None:
@@ -183,7 +183,7 @@ class SplitControl:
         )
 
     def best(self) -> tuple[int, ...]:
-        """Return the split that minimizes the seconds of the slowest stage, within the memory of all ranks."""
+        """Return the split that makes the slowest stage as fast as possible within each rank's memory."""
         chain = [Block(b.share, states=b.stays, kept=b.keeps, working=b.keeps) for b in self.blocks]
         # only the first and the last stage run code outside the blocks: it counts as part of their first and last block
         first, last = self.stages[0], self.stages[-1]
@@ -199,7 +199,7 @@ class SplitControl:
         return tuple(stage.stop - stage.start for stage in found.stages)
 
     def first(self, reason: str, micro_batches: int) -> Resplit:
-        """Return the first decision after the blocks were measured, which may be to keep the split."""
+        """Make and adopt the first decision after the blocks were measured, which may be to keep the split."""
         now, after = self.predict(self.counts), self.best()
         then = self.predict(after)
         # a measurement of one moment must show a large gain; smaller ones follow from measured windows
@@ -214,7 +214,7 @@ class SplitControl:
 
         Args:
             looks: seconds of a micro-batch on each rank of a pipeline.
-            micro_batches: number in a window.
+            micro_batches: number of micro-batches in an accumulation window.
         """
         # the clock is too coarse for such stages, or a device has not finished a window
         if any(not look.blocks > 0 or not math.isfinite(look.blocks + look.outside) for look in looks):
@@ -240,7 +240,7 @@ class SplitControl:
         return found
 
     def _update_speeds(self, looks: Sequence[StageLook]) -> None:
-        """Set the speeds of the ranks from a measurement, in which a rank's seconds cover all its stages."""
+        """Update the ranks' speeds from measured seconds, which a rank reports as a total over all its stages."""
         ends = list(accumulate(self.counts, initial=0))
         shares = [sum(block.share for block in self.blocks[start:stop]) for start, stop in pairwise(ends)]
         places = [at if stage.place is None else stage.place for at, stage in enumerate(self.stages)]
@@ -274,6 +274,6 @@ class SplitControl:
         return sum(block.moves for block, one, other in zip(self.blocks, *stages, strict=True) if one != other)
 
     def record_move(self, size: float, seconds: float) -> None:
-        """Set the speed of the link from the bytes and seconds of a move."""
+        """Estimate the speed of the link from the bytes and seconds of a move of blocks."""
         if size > 0 and seconds > 0:
             self.link = size / seconds

@@ -1,4 +1,4 @@
-"""Gradients of a model in stages: sums over stages, means over replicas, and the norm of the full gradient."""
+"""Gradients of a pipelined model: sums over stages, means over replicas, and the norm of the full gradient."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StageGradients(Gradients[WholeModule]):
 
 
 def shapes_of(batch: object) -> Hashable:
-    """Return a key that is equal for batches of equal shapes."""
+    """Return a hashable key that is equal for batches whose tensors have equal shapes and dtypes."""
     return tuple((tuple(each.shape), each.dtype) for each in tree_leaves(batch, Tensor))
 
 
@@ -47,7 +47,7 @@ def reduce(owned: Ownership, pipeline: comm.Group, peers: comm.Group, replicas: 
         owned: ranks that store each parameter.
         pipeline: the ranks of this replica.
         peers: the ranks of the same stage.
-        replicas: their number.
+        replicas: number of replicas.
     """
     local = {id(parameter) for parameter in owned.local}
     shared = [p for p in owned.shared if p.requires_grad]
@@ -69,7 +69,7 @@ TOGETHER = 2**23
 
 @torch.no_grad()
 def _sum(parameters: Sequence[Parameter], group: comm.Group, factor: float) -> list[Tensor | None]:
-    """Sum gradients over a group in place, times a factor. A parameter without a gradient on any rank gets None."""
+    """Sum gradients over a group in place, and multiply them by ``factor``; None if no rank has the gradient."""
     device = next((p.grad.device for p in parameters if p.grad is not None), parameters[0].device)
     has = [p.grad is not None for p in parameters]
     # the flags are reduced on the device, so that only a rank that lacks a gradient waits for the result
@@ -114,11 +114,11 @@ def clip_by_norm(
     """Scale gradients so that the 2-norm of the full model's gradient is at most ``bound``. Collective.
 
     Args:
-        parameters: of this rank, with gradients; on any devices.
+        parameters: this rank's parameters with gradients, on any devices.
         owned: owners of the parameters.
         bound: largest norm.
         pipeline: the ranks of this replica.
-        device: of this rank, for the sum.
+        device: this rank's device, for the sum.
 
     Returns:
         the norm before.

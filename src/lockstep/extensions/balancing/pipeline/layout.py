@@ -49,7 +49,7 @@ class Layout:
         return len(self.counts)
 
     def place_of(self, stage: int) -> int:
-        """Return the rank, in the pipeline, that runs a stage."""
+        """Return the rank of the pipeline that runs a stage."""
         # losses, and with them logged values, are to be on rank 0
         return self.ranks - 1 - stage % self.ranks
 
@@ -68,7 +68,7 @@ class Layout:
 
 
 class StagePlacement:
-    """Mapping of the parameters and buffers of a module in stages to the devices of this process.
+    """Devices of this process on which the parameters and buffers of a pipelined module are placed.
 
     Args:
         chain: chain of the module.
@@ -96,7 +96,7 @@ def find_torn(module: nn.Module, where: Callable[[str], object]) -> tuple[str, s
     """Return two names of a shared tensor for which ``where`` returns different places, or None.
 
     Args:
-        module: whole.
+        module: the full module.
         where: returns the place of an entry of the module's state dict.
     """
     first: dict[int, str] = {}
@@ -109,7 +109,7 @@ def find_torn(module: nn.Module, where: Callable[[str], object]) -> tuple[str, s
 
 
 class Ownership:
-    """Mapping of the parameters and buffers of a module in stages to the ranks that store them.
+    """Ranks that store the parameters and buffers of a pipelined module.
 
     A block's tensors are stored by the rank of the block. Layers outside the chain are stored by all ranks, since the
     code before and after the chain may use them. Gradients of parameters on several ranks are summed. The owner is the
@@ -117,9 +117,9 @@ class Ownership:
 
     Args:
         module: the module, with the same parameter names on each rank.
-        chain: of the module.
-        layout: of its blocks.
-        place: this rank in the pipeline.
+        chain: the module's chain of blocks.
+        layout: layout of the chain's blocks.
+        place: this rank's position in the pipeline.
 
     Attributes:
         local: this rank's parameters.
@@ -150,7 +150,7 @@ class Ownership:
         return range(self._ranks) if owner is None else range(owner, owner + 1)
 
     def owner_of(self, name: str) -> int:
-        """Return the rank whose value of a state dict entry is saved."""
+        """Return the rank whose value of a state dict entry is written to checkpoints."""
         return self._of_block(name) or 0
 
     def is_spread(self, prefix: str) -> bool:
@@ -162,7 +162,7 @@ class Ownership:
         return self._holders[id(parameter)]
 
     def owner(self, parameter: Parameter) -> int:
-        """Return the rank whose value of a parameter is saved."""
+        """Return the rank whose value of a parameter is written to checkpoints."""
         return min(self._holders[id(parameter)])
 
     def _of_block(self, name: str) -> int | None:

@@ -42,7 +42,7 @@ ROW = 3
 
 @dataclass(frozen=True)
 class _DeviceReport:
-    """Measured seconds of all blocks on one device, and its free memory."""
+    """Measured seconds of each block on one device, and the device's memory for blocks."""
 
     place: int
     seconds: tuple[float, ...]
@@ -50,14 +50,14 @@ class _DeviceReport:
     states: float
     memory: float
     count: int
-    """Micro-batches of the window."""
+    """Number of micro-batches in the accumulation window."""
 
 
 class MeasuredSplit:
     """Periodic exchange of times between a pipeline's ranks, which decides when the split changes.
 
     Args:
-        times: of this process's windows, by place in the pipeline.
+        times: timers of this process's windows, by position in the pipeline.
         ranks: number of ranks of a pipeline.
         ranks_of_host: number of ranks that share the memory of a host.
 
@@ -75,12 +75,12 @@ class MeasuredSplit:
     def at_boundary(
         self, stages: Stages, owned: Ownership, optimizers: Sequence[Optimizer], turns: Sequence[Turn]
     ) -> Resplit | None:
-        """Return the change of the split that is due before the next window, or None. Collective.
+        """Return the change of the split that is due before the next accumulation window, or None. Collective.
 
         Args:
-            stages: of this rank.
+            stages: this rank's stages.
             owned: ranks that store each parameter.
-            optimizers: of the fit.
+            optimizers: the fit's optimizers.
             turns: the micro-batches of the next window.
         """
         if self.control is None:
@@ -118,7 +118,7 @@ class MeasuredSplit:
     def _measure(
         self, stages: Stages, owned: Ownership, optimizers: Sequence[Optimizer], turns: Sequence[Turn]
     ) -> Resplit | None:
-        """Measure all blocks on each device, and return the first decision; None if the window has no samples."""
+        """Measure all blocks on each device, and return the first decision on the split; None without samples."""
         like, takes_more = _input_of(stages, turns)
         extras_of = partial(stages.extras_of, turns[0].take) if takes_more else tuple
         mine: list[_DeviceReport] = []
@@ -152,7 +152,7 @@ class MeasuredSplit:
     def _room(
         self, stages: Stages, owned: Ownership, optimizers: Sequence[Optimizer], states: float, place: int
     ) -> float:
-        """Return the bytes that a device has for blocks, including the bytes of the blocks that it has now."""
+        """Return the bytes that a device has for blocks, including those that its current blocks occupy."""
         free = free_memory(stages.devices[place], self._ranks_of_host)
         if free is None:
             return math.inf
@@ -179,7 +179,7 @@ class MeasuredSplit:
 
 
 def _costs_of_stages(stages: Stages, reports: Sequence[_DeviceReport], count: int) -> list[StageCost]:
-    """Return the seconds of all blocks and the memory on the device of each stage."""
+    """Return for each stage the seconds that its device takes for all blocks, and the memory for the stage."""
     costs, layout = [], stages.layout
     each_of = layout.stages // layout.ranks
     in_flight = {stage: most for mine in stages.actions(count) for stage, most in most_in_flight(mine).items()}
@@ -198,7 +198,10 @@ def _parameters_of(blocks: Iterable[nn.Module]) -> set[int]:
 
 
 def _input_of(stages: Stages, turns: Sequence[Turn]) -> tuple[Like | None, bool]:
-    """Return the chain's input, or None without samples, and whether blocks take other arguments. Collective."""
+    """Return a description of the chain's input, and True if blocks take further arguments. Collective.
+
+    The description is None if the window has no samples.
+    """
     found: tuple[Like | None, bool] = None, False
     if turns and stages.has_first:
         # the step runs again in its window, with the same random numbers
@@ -211,10 +214,10 @@ def _input_of(stages: Stages, turns: Sequence[Turn]) -> tuple[Like | None, bool]
 
 
 def sizes_of(stages: Stages, states: float) -> list[tuple[float, float]]:
-    """Return, for each block, the bytes that a move sends, and the bytes that the block needs on a rank.
+    """Return, for each block, the bytes that are sent when the block moves, and the bytes that it needs on a rank.
 
     Args:
-        stages: of the chain.
+        stages: stages of the chain.
         states: bytes of optimizer states for a byte of a trained parameter.
     """
     found = []

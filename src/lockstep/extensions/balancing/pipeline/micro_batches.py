@@ -27,7 +27,7 @@ class BatchPart:
     Attributes:
         batch: its samples.
         filled: its samples, with the last one repeated up to the size of the other micro-batches.
-        samples: their number; None: the batch was not split.
+        samples: number of samples in ``batch``; None: the batch was not split.
         rows: number of samples of ``filled``; None: the batch was not split.
         part: its samples as a fraction of the batch.
     """
@@ -74,7 +74,7 @@ def cut(batch: Any, count: int) -> list[BatchPart]:
 
 
 def _slice(batch: Any, size: int, take: Callable[[Any], Any]) -> Any:
-    """Apply ``take`` to every tensor, list and tuple of a batch that has an entry for each of ``size`` samples."""
+    """Slice a batch with ``take``: its tensors, and the lists and tuples without tensors that have ``size`` entries."""
 
     def of_leaf(value: Any) -> Any:
         if isinstance(value, Tensor):

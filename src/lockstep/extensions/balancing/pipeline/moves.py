@@ -24,7 +24,7 @@ SMALL = 64
 
 @dataclass(frozen=True)
 class _Announced:
-    """Shape and dtype of a large tensor, which is sent after the announcement."""
+    """Shape and dtype that announce a large tensor, whose values are sent in a later message."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -32,11 +32,11 @@ class _Announced:
 
 @dataclass(frozen=True)
 class _Enclosed:
-    """A small tensor, which is sent inside the announcement."""
+    """A small tensor that is sent within the announcement itself."""
 
     tensor: Tensor
     on_device: bool
-    """True if it belongs to the rank's device, False for the CPU (Adam's count of steps)."""
+    """True if the tensor belongs on the rank's device, False for the CPU (Adam's count of steps)."""
 
 
 PARAMETER, BUFFER, EXTRA = range(3)
@@ -48,7 +48,7 @@ class _Item:
 
     Attributes:
         kind: `PARAMETER`, `BUFFER` or `EXTRA`.
-        name: in the module; for an extra state, of its layer.
+        name: name in the module; for an extra state, the name of its layer.
         target: the rank that receives it.
     """
 
@@ -58,11 +58,11 @@ class _Item:
 
 
 class _Post:
-    """Messages that one rank sends and receives in a move.
+    """Messages that one rank sends and receives when blocks move.
 
     Args:
         group: the ranks.
-        device: of this rank.
+        device: this rank's device.
     """
 
     def __init__(self, group: comm.Group, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class _Post:
         self.size = 0
 
     def announce(self, value: Any) -> Any:
-        """Return the entry that announces a value: the value, or the shape and dtype of a large tensor."""
+        """Return what announces a value to its receiver: the value itself, or a large tensor's shape and dtype."""
         if isinstance(value, Tensor):
             on_device = value.device.type == self._device.type
             # sparse and other layouts cannot be received into a flat buffer
@@ -92,7 +92,7 @@ class _Post:
             self.size += data.numel()
 
     def receive(self, entry: Any, source: int) -> Any:
-        """Return the value of an announced entry. Large tensors get their values in :meth:`exchange`."""
+        """Return the announced value. A large tensor is returned uninitialized, and filled by :meth:`exchange`."""
         if isinstance(entry, _Announced):
             tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
             flat = tensor.reshape(-1).view(torch.uint8)
@@ -131,7 +131,7 @@ def move(
         after: ranks of each tensor after the move.
         optimizers: optimizers, whose states move with the parameters.
         group: the ranks of the pipeline.
-        device: of this rank.
+        device: this rank's device.
 
     Returns:
         bytes that this rank has sent, without small tensors.
@@ -156,7 +156,7 @@ def move(
 
 
 def _items(module: nn.Module, before: Ownership, after: Ownership) -> Iterator[_Item]:
-    """Yield the items that this rank sends, in an order that is the same for sender and receiver."""
+    """Yield the parameters, buffers and extra states that this rank must send, each with its receiver."""
     place = before.place
     for name, parameter in module.named_parameters():
         if before.owner(parameter) == place:

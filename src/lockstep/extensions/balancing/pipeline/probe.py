@@ -41,7 +41,7 @@ class Like:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Like:
-        """Return the description of a tensor."""
+        """Create the description of a tensor."""
         return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
 
     def create(self, device: torch.device) -> Tensor:
@@ -59,9 +59,9 @@ def probe(
     """Measure the forward and backward of each block of a chain. Weights, buffers and random states are restored.
 
     Args:
-        stages: of the chain, as this rank sees them.
+        stages: this rank's stages, which refer to all blocks of the chain.
         like: the input of the first block.
-        device: of this process.
+        device: a device of this process.
         clock: returns seconds.
         extras_of: creates the blocks' other arguments. It is called for each pass, since blocks may change them.
 
@@ -148,7 +148,7 @@ def _run(stages: Stages, place: int, block: nn.Module, x: Tensor, extras: Extras
 
 @contextmanager
 def _count_kept(block: nn.Module) -> Iterator[dict[int, int]]:
-    """Collect the bytes that a forward keeps for the backward, without parameters, by storage."""
+    """Record the size in bytes of each storage, except parameters, that forwards in the context save for backward."""
     own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     kept: dict[int, int] = {}
 
@@ -188,9 +188,9 @@ def _place_weights(block: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def states_of(optimizers: Sequence[Optimizer]) -> float:
-    """Return the bytes of optimizer states for a byte of a trained parameter.
+    """Return the number of bytes of optimizer states for each byte of a trained parameter.
 
-    An optimizer without states yet is tried: one step of the same class and settings on a small parameter.
+    If an optimizer has no states yet, a second one of the same class and settings steps a small parameter.
     """
     found = []
     for optimizer in optimizers:
@@ -205,7 +205,7 @@ def states_of(optimizers: Sequence[Optimizer]) -> float:
 
 
 def _try_optimizer(optimizer: Optimizer) -> float:
-    """Return the bytes of states for a byte of a parameter after one step; Adam's if the class cannot be created."""
+    """Return the state bytes for each parameter byte after one step, or Adam's ratio if the trial fails."""
     parameter = nn.Parameter(torch.zeros(8, 8))
     parameter.grad = torch.zeros_like(parameter)
     try:

@@ -24,13 +24,13 @@ Gradients = Sequence[Tensor | None]
 
 
 class SplitCheck:
-    """Check that the backward in two parts of one of torch's stages computes correct gradients.
+    """Check that the two-part backward of one of torch's pipeline stages computes correct gradients.
 
     The first backward is compared with an ordinary one, and so is each later one whose graph has a different form.
 
     Args:
-        stage: of torch's; its backward is replaced.
-        weights: parameters that its forward and its loss may use.
+        stage: torch's stage; its backward is replaced.
+        weights: parameters that the stage's forward and the loss may use.
         blocks: blocks of the chain in this stage, by name.
     """
 
@@ -48,7 +48,7 @@ class SplitCheck:
         return self._run_input(given, last_backward) if kind == "input" else self._backward(kind, given, last_backward)
 
     def _run_input(self, given: dict[str, Any], last_backward: bool) -> Any:
-        """Run the first part of a backward, and compare the input's gradient if the graph has a new form."""
+        """Run the part of a backward that computes the input's gradient, and check it if the graph's form is new."""
         outputs = given["stage_output"]
         arrived = given["output_grads"] or [torch.ones_like(output) for output in outputs]
         pairs = [(output, gradient) for output, gradient in zip(outputs, arrived, strict=True) if output.requires_grad]
@@ -68,7 +68,7 @@ class SplitCheck:
         return found, groups
 
     def _run_weights(self, given: dict[str, Any], last_backward: bool) -> Any:
-        """Run the second part of a backward, and compare the weights' gradients if the first part was compared."""
+        """Run the part of a backward that computes the weights' gradients, and check them if part one was checked."""
         whole, of_inputs = self._pending.pop(id(given["param_groups"]), (None, ()))
         if whole is None:
             return self._run("weight", given, last_backward)

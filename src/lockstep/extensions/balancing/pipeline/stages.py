@@ -104,7 +104,7 @@ class _Stage:
         device: on which it runs.
         times: measures it.
         run: the measured forward of the blocks.
-        blocks: its part of the chain.
+        blocks: the stage's part of the chain.
         places: indices of these blocks in the chain.
         expected: shape of the tensor that the stage sends, if known.
         done: number of micro-batches whose forward has run in this call.
@@ -132,7 +132,7 @@ class _Stage:
         )
 
     def moved(self, x: Tensor) -> Tensor:
-        """Copy an input to the device of the stage, differentiably."""
+        """Copy an input to the stage's device. Gradients flow back through the copy."""
         return x.to(self.device, non_blocking=True)
 
 
@@ -142,7 +142,7 @@ class _Blocks(nn.Module):
     The first stage receives the number of a micro-batch as its input.
 
     Args:
-        forward: of the stage.
+        forward: runs the forward of the stage.
         weights: parameters that its forward and its loss may use.
     """
 
@@ -173,7 +173,7 @@ class _Plan:
 
 
 def round_size(micro_batches: int, ranks: int) -> int:
-    """Return the number of micro-batches in a round, for the schedules in `IN_ROUNDS`."""
+    """Return the number of micro-batches that form one round in the schedules in `IN_ROUNDS`."""
     return micro_batches // max(1, micro_batches // ranks)
 
 
@@ -187,20 +187,20 @@ class Stages:
 
     Args:
         chain: blocks of all stages.
-        layout: of the blocks.
+        layout: layout of the blocks.
         group: the ranks of the pipeline.
         devices: of this process, by their place in the pipeline: one, or those of all places. Layers outside the chain
             run on the first.
         schedule: one of `SCHEDULES`. A window with too few micro-batches for it, or a number that does not divide into
             rounds, runs as by "gpipe".
-        context: of the run's precision, around forwards; None: nothing.
+        context: returns the context of the run's precision around forwards; None: no context.
         times: measure the windows, by place; None: they are not measured.
         local: this rank's parameters.
         random: generators of the blocks in training.
 
     Attributes:
         root: the place of the layers outside the chain.
-        device: of the root.
+        device: device of the root.
         has_all: True if no other process has a stage.
         has_first: True if the first stage is here.
         has_last: True if the last stage is here.
@@ -289,7 +289,7 @@ class Stages:
             log.disabled = before
 
     def _forward(self, stage: _Stage, x: Tensor) -> Tensor:
-        """Run a stage's forward of a micro-batch. torch calls it for one micro-batch after another."""
+        """Run a stage's forward on the next micro-batch. torch's schedule calls it once for each micro-batch."""
         try:
             extras: Extras = ()
             turn = self._turns[stage.done]
@@ -363,7 +363,7 @@ class Stages:
         return self._detachable(loss)
 
     def _detachable(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that torch may detach in place, as it does for a backward in two parts."""
+        """Return a copy of ``tensor`` if torch will detach it in place, as it does for a two-part backward."""
         return tensor.clone() if self._splits else tensor
 
     def _end(self, output: Tensor, number: int) -> Tensor:
@@ -425,7 +425,7 @@ class Stages:
         return _Plan(schedule, sends, takes_more)
 
     def actions(self, count: int) -> list[list[Action]]:
-        """Return, for each rank of the pipeline, its actions in order for a number of micro-batches."""
+        """Return, for each rank of the pipeline, the ordered list of its actions for ``count`` micro-batches."""
         ranks, stages = self.layout.ranks, self.layout.stages
         if self.schedule in IN_ROUNDS and not goes_in_rounds(count, ranks):
             return actions_of("gpipe", stages, count)
@@ -458,7 +458,7 @@ class Stages:
         return stage
 
     def _shapes(self) -> tuple[list[tuple[Tensor, Tensor]], bool]:
-        """Run one micro-batch through all stages to find the shapes that they receive and send.
+        """Run one micro-batch through all stages to find the shapes of the tensors that each receives and sends.
 
         Returns:
             (received, sent) of each stage of this rank as tensors without values, and whether blocks take more
@@ -505,7 +505,7 @@ class Stages:
         return comm.ranks_of(self.group)[self.layout.place_of(stage)]
 
     def _send(self, stage: _Stage, tensor: Tensor | None, extras: Extras) -> None:
-        """Send a tensor to the next stage, if that is on another rank. None: the step did not call the chain."""
+        """Send a tensor to the next stage if another rank runs it. None means that the step did not call the chain."""
         if stage.is_last or self.has_all:
             return
         # at most one tensor is under way, so that an evaluation's memory does not grow
@@ -520,7 +520,7 @@ class Stages:
             self._under_way.append((dist.isend(each, peer, group=self.group), each))
 
     def _wait(self) -> None:
-        """Wait until the tensors that were sent are received."""
+        """Wait until all sent tensors have been received."""
         for work, _ in self._under_way:
             work.wait()
         self._under_way.clear()
@@ -531,10 +531,10 @@ class Stages:
         """Receive a tensor from the previous stage, and return it with the blocks' other arguments.
 
         Args:
-            stage: that receives.
-            before: output of the previous stage, if that is in this process.
-            extras: other arguments, if the previous stage is in this process.
-            step: computes the other arguments if it is not.
+            stage: the receiving stage.
+            before: output of the previous stage, if this process runs that stage.
+            extras: other arguments, if this process runs the previous stage.
+            step: computes the other arguments if another process runs the previous stage.
         """
         if self.has_all:
             return None if before is None else before.detach().requires_grad_(before.requires_grad), extras
@@ -556,7 +556,7 @@ class Stages:
 
 
 def extra_on(device: torch.device, extras: Extras, place: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a block other than the previous block's output, on the block's device."""
+    """Return, on ``device``, a block's arguments other than the previous block's output."""
     if not extras:
         return (), {}
     args, kwargs = extras[place].args, dict(extras[place].kwargs)
@@ -619,7 +619,7 @@ def _send_zeros(stage: PipelineStage, received: Tensor) -> None:
 
 
 def _expects_gradient(stage: PipelineStage, passed: Tensor) -> bool:
-    """Return True if torch's stage waits for the gradient of its output; torch 2.11 always does."""
+    """Return True if torch's stage waits for the gradient of its output. In torch 2.11 every stage waits."""
     return passed.requires_grad or not hasattr(stage, "_user_meta")
 
 

@@ -138,7 +138,7 @@ class BalancedStrategy(RankedStrategy):
             "zero-bubble" (the backward is in two parts, and the previous stage waits for the first one only).
         split: "measured" splits by the seconds of each block on each rank, within their memory, and moves blocks when
             the speed of ranks changes. "equal", or the number of blocks of each stage such as [3, 5], is fixed.
-        chain: its name in the module, such as "model.layers"; None: the only one that the module has.
+        chain: name of the chain in the module, such as "model.layers"; None: the only chain that the module has.
         stages_per_rank: with "interleaved" (default: 2) and "zero-bubble" (default: 1); the stages go round the ranks.
         one_process: this process drives all devices of its node, one place in the pipeline each. No other process is
             started. Layers outside the chain are on the first device.
@@ -213,11 +213,11 @@ class BalancedStrategy(RankedStrategy):
 
     @property
     def split(self) -> tuple[int, ...]:
-        """Current number of blocks of each stage; empty before the first call."""
+        """Current number of blocks in each stage; empty until the module is set up."""
         return self._split
 
     def _size(self, world: World) -> int:
-        """Return the number of ranks in a pipeline, or of devices if one process drives all of them."""
+        """Return the number of ranks in a pipeline, or the number of devices if one process drives all devices."""
         if self.drives_all_devices and world.size > 1:
             raise MisconfigurationException(SEVERAL_RANKS.format(ranks=world.size, nodes=world.num_nodes))
         size = len(self.devices) if self.drives_all_devices else world.size
@@ -312,7 +312,7 @@ class BalancedStrategy(RankedStrategy):
         return placement
 
     def _refuse_torn(self, chain: Chain, placement: StagePlacement) -> None:
-        """Raise an error if one process would have a parameter or buffer on two devices, now or after a move."""
+        """Raise an error if one process would have a tensor on two devices, now or after a change of the split."""
         torn, moves = find_torn(self.module, placement.device_of), self._split_argument == "measured"
         if torn is not None:
             one, other = (str(placement.device_of(name)) for name in torn)
@@ -395,7 +395,7 @@ class BalancedStrategy(RankedStrategy):
     def _turns(
         self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch], count: int
     ) -> list[tuple[int, Turn]]:
-        """Split each non-empty batch of a window into ``count`` parts, and return pairs of batch number and part."""
+        """Split each non-empty batch of a window into ``count`` parts, and return pairs (index of the batch, part)."""
         # frozen parameters change what stages send, as shapes do
         needed = tuple(parameter.requires_grad for parameter in self.module.parameters())
         turns: list[tuple[int, Turn]] = []
@@ -529,7 +529,7 @@ class BalancedStrategy(RankedStrategy):
         return EngineState(module, states, {"split": list(self._split)}, by_rank)
 
     def load(self, state: EngineState) -> None:
-        """Load this rank's part of a full state, and the saved split if it fits the chain and the ranks."""
+        """Load this rank's part of a full state, and adopt the saved split if it fits and the split is measured."""
         if state.module is not None:
             self._parts.load_state_dict(state.module, self.module.strict_loading)
         for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):

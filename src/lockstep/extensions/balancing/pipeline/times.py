@@ -45,8 +45,8 @@ class WindowOfStage(NamedTuple):
         begin: seconds by the clock of the host.
         end: seconds by the clock of the host.
         seconds: by part, the sum over all micro-batches.
-        micro_batches: their number.
-        spans: parts of the micro-batches, in their order.
+        micro_batches: number of micro-batches.
+        spans: parts of the micro-batches, in the order in which they ran.
     """
 
     begin: float
@@ -56,7 +56,7 @@ class WindowOfStage(NamedTuple):
     spans: tuple[StageSpan, ...]
 
     def per_micro_batch(self) -> tuple[float, float]:
-        """Return the seconds of a micro-batch inside the blocks, and the seconds outside the blocks."""
+        """Return a micro-batch's mean seconds inside the blocks, and its mean seconds outside the blocks."""
         before, blocks, after, backward = self.seconds
         forward = before + blocks + after
         if not forward:
@@ -70,7 +70,7 @@ class StageTimes:
     """Timer for the windows of a stage, based on the host's clock or on GPU events.
 
     Args:
-        device: of the stage.
+        device: the stage's device.
         make_event: creates an event that records its time; default: torch's, if the device has timed events.
 
     Attributes:
@@ -92,7 +92,7 @@ class StageTimes:
         self._pending: deque[_Pending] = deque(maxlen=NEWEST)
 
     def _now(self) -> Any:
-        """Return the time of the clock, or an event that is recorded on the GPU."""
+        """Return the host clock's time, or a new event that is recorded on the GPU."""
         if self._make is None:
             return self.clock()
         event = self._make()
@@ -102,7 +102,7 @@ class StageTimes:
 
     @contextmanager
     def window(self, micro_batches: int) -> Iterator[None]:
-        """Measure a window within the block, if `listens` is True or a listener is set."""
+        """Measure the window that runs in the context, if `listens` is True or a listener is set."""
         if not micro_batches or not (self.listens or self.listener):
             yield
             return
@@ -119,7 +119,7 @@ class StageTimes:
             self._pending.append(window)
 
     def wrapped(self, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``fn`` so that its running time counts for a part of a measured window."""
+        """Wrap ``fn`` so that its running time is recorded as one part of a measured window."""
 
         @wraps(fn)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ class StageTimes:
 
 
 class _Pending(NamedTuple):
-    """A window that the host has finished and the GPU may still be computing. Times are of the clock, or events."""
+    """A window that the host has finished but the GPU may still compute, with clock times or GPU events."""
 
     begin: float
     end: float

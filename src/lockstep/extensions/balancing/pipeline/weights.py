@@ -1,4 +1,4 @@
-"""Weights of a model in stages: each rank's part on its devices, and the full model for checkpoints."""
+"""Weights of a pipelined model: each rank's part on its devices, and the full model for checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WholeModule:
     """A module whose blocks are stored by different ranks of a pipeline.
 
     Args:
-        module: the same on all ranks.
+        module: the module, with the same parameter names on all ranks.
         owned: ranks that store each tensor.
         pipeline: group of the ranks.
         placement: devices of this rank's tensors.
@@ -80,7 +80,7 @@ class WholeModule:
         """Read this rank's parameters from their sources, and free the other ranks' parameters.
 
         Args:
-            sources: by the parameters' ids.
+            sources: sources of the values, by the parameters' ids.
         """
         device_of = {id(parameter): self.placement.device_of(name) for name, parameter in self._parameters.items()}
         for parameter in self.owned.local:
@@ -91,7 +91,7 @@ class WholeModule:
         self.free([])
 
     def change_owners(self, owned: Ownership, placement: StagePlacement, optimizers: list[Optimizer]) -> None:
-        """Apply a new placement after a move. Received tensors go to their devices, and sent tensors are freed."""
+        """Apply a new placement: move received tensors to their devices, and free tensors of other ranks' blocks."""
         self.owned, self.placement = owned, placement
         self._bring(placement.device_of, optimizers)
         self.free(optimizers)
@@ -120,7 +120,7 @@ class WholeModule:
         return self.owned.owner_of(name) if parameter is None else self.owned.owner(parameter)
 
     def align_buffers(self, peers: comm.Group) -> None:
-        """Synchronize buffers: from replica 0 to the other replicas, and outside the chain from the last stage."""
+        """Copy replica 0's buffers to the other replicas, and buffers outside the chain from the last stage's rank."""
         named = dict(self.module.named_buffers())
         if peers is not None:
             own = [b for name, b in named.items() if self.owned.place in self.owned.holders_of(name)]

@@ -45,13 +45,13 @@ class Candidate:
     Attributes:
         kind: "single", "dp", "ddp", "sharded" (ddp with a sharded optimizer), "fsdp", "fsdp_grads", "fsdp_offload",
             "deepspeed" or "pipeline".
-        stage: of deepspeed.
-        offload: of deepspeed: optimizer states, and under stage 3 parameters, are on the host.
-        recomputed: repeated blocks are recomputed in the backward; a pipeline chooses the blocks.
+        stage: ZeRO stage of deepspeed.
+        offload: True if deepspeed keeps optimizer states, and in stage 3 parameters, on the host.
+        recomputed: True if repeated blocks are recomputed in the backward; a pipeline chooses the blocks.
         hook: "" or "bf16": communication hook of ddp.
         bucket_mb: MiB of a bucket of ddp.
-        micro_batches: of a pipeline.
-        schedule: of a pipeline: "GPipe", "1F1B", "interleaved" or "zero-bubble".
+        micro_batches: number of micro-batches of a pipeline.
+        schedule: schedule of a pipeline, which is "GPipe", "1F1B", "interleaved" or "zero-bubble".
         precision: as in ``Trainer(precision=...)``.
     """
 
@@ -92,7 +92,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds of a step under a candidate, and memory of the rank that needs the most.
+    """Predicted seconds of a step under a candidate, and predicted memory of the rank that needs the most.
 
     Attributes:
         candidate: the way to train.
@@ -102,13 +102,13 @@ class Prediction:
         compute: seconds of forward and backward.
         sent: seconds of waiting for messages.
         update: seconds of the update.
-        samples: of a step, over all devices.
+        samples: number of samples in a step, over all devices.
         host: bytes on the host, for all devices of a node.
-        missing: bytes that are missing; 0 if it fits.
+        missing: bytes that a device lacks; 0 if the candidate fits.
         why: what does not fit: the largest part, the host's memory, or a pipeline's error; "" if all fits.
-        split: of a pipeline.
-        obstacle: reason why it cannot be run, or "".
-        other: reason why it gives other numbers (a precision, a compression), or "".
+        split: stages of a pipeline.
+        obstacle: reason why the candidate cannot be run, or "".
+        other: reason why the candidate changes the numbers of training (a precision, a compression), or "".
     """
 
     candidate: Candidate
@@ -138,7 +138,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """True if no memory is missing."""
+        """True if the devices' memory is sufficient."""
         return self.missing <= 0
 
     @property
@@ -184,7 +184,7 @@ def _unit_sizes(profile: ModelProfile) -> dict[int, float]:
 
 
 def span_seconds(span: SpanProfile, hardware: Hardware, precision: str) -> float:
-    """Return the measured seconds of a span, or without a measurement the cost model's seconds."""
+    """Return the measured seconds of a span, or the cost model's estimate if the span was not measured."""
     if span.seconds is not None:
         return span.seconds
     work = span.work
@@ -198,7 +198,7 @@ def phase_seconds(spans: Iterable[SpanProfile], profile: ModelProfile, hardware:
 
 
 def ring(size: float, ranks: int, hardware: Hardware, passes: int = 2) -> float:
-    """Return the seconds of a ring all-reduce of ``size`` bytes; with one pass, of an all-gather or reduce-scatter."""
+    """Return the seconds of a ring all-reduce of ``size`` bytes. One pass is an all-gather or a reduce-scatter."""
     bandwidth, latency = hardware.slowest_link()
     return passes * ((ranks - 1) / ranks * size / bandwidth + (ranks - 1) * latency)
 
@@ -249,7 +249,7 @@ class _Single:
         return found
 
     def states(self) -> dict[str, float]:
-        """Return the bytes of parameters, gradients, optimizer states and buckets on the rank with the most."""
+        """Return, by purpose, the bytes of parameters, gradients, optimizer states and buckets on the fullest rank."""
         return {**_model_states(self.profile.parameters), "buckets": 0.0}
 
     def working(self) -> float:
@@ -271,7 +271,7 @@ class _Single:
         return phase_seconds(self.step.spans, self.profile, self.hardware, name)
 
     def exchange(self, compute: float) -> tuple[float, float]:
-        """Return the seconds of computation and of waiting for messages, from one device's seconds of computation."""
+        """Return the seconds of computing and of waiting for messages, given one device's ``compute`` seconds."""
         return compute, 0.0
 
 
@@ -305,13 +305,13 @@ class _DDP(_Single):
 
     @cached_property
     def first(self) -> float:
-        """Bytes of the first step's gradients in the second forward; 0 if the buckets are not rebuilt."""
+        """Bytes of the first step's gradients that still exist in the second forward; 0 if buckets are not rebuilt."""
         # they are in the buckets by registration, which are freed after the forward
         registered, arrived = self.buckets
         return self.trained if registered != arrived else 0.0
 
     def waiting(self, arrived: float) -> float:
-        """Return the bytes of gradients that are not in a bucket yet after ``arrived`` bytes of gradients."""
+        """Return the bytes of gradients that are not copied into a bucket yet when ``arrived`` bytes are computed."""
         sizes = {p.name: p.size for p in self.profile.parameters}
         # the gradients of a bucket are copied into it together
         for bucket in self.buckets[1]:
@@ -391,7 +391,7 @@ class _SharedUpdate(_DDP):
         return compute, sent, self.on_the_host() if self.candidate.uses_host else self.phase(UPDATE) / self.ranks
 
     def groups(self) -> int:
-        """Return the number of parameter groups that are gathered: one for each repeated block, one for the rest."""
+        """Return the number of parameter groups that are gathered, one for each repeated block and one for the rest."""
         return sum(block.repeated for block in self.profile.blocks) + 1
 
     def on_the_host(self) -> float:
@@ -427,7 +427,7 @@ class _Sharded(_SharedUpdate):
 
 
 class _FullySharded(_SharedUpdate):
-    """Cost of FSDP, in which parameters are sharded and gathered while their block runs."""
+    """Cost of FSDP, in which parameters are sharded, and a block's parameters are gathered while the block runs."""
 
     def __init__(self, profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> None:
         super().__init__(profile, candidate, hardware)
@@ -549,7 +549,7 @@ def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> 
     """Predict memory and seconds of a step under a candidate.
 
     Args:
-        profile: of the model, in the candidate's precision.
+        profile: the model's profile in the candidate's precision.
         candidate: a way to train.
         hardware: the devices.
     """
@@ -606,9 +606,9 @@ def _memory_of_rank(profile: ModelProfile, stages: Sequence[Stage], flights: Seq
     """Return the memory of one rank of a pipeline in bytes, by purpose.
 
     Args:
-        profile: of the model.
-        stages: of the rank.
-        flights: by device of the row, the fraction of a batch whose activations it holds at the same time.
+        profile: the model's profile.
+        stages: the rank's stages.
+        flights: for each device, the fraction of a batch whose activations it stores at the same time.
     """
     inside = {number for stage in stages for number in range(stage.start, stage.stop)}
     mine = [p for p in profile.parameters if p.unit == REST or p.unit in inside]
@@ -631,7 +631,7 @@ def _memory_of_rank(profile: ModelProfile, stages: Sequence[Stage], flights: Seq
 
 
 def _row(profile: ModelProfile, hardware: Hardware, each: int, in_flight: Sequence[float]) -> list[Device]:
-    """Return one `Device` for each stage, with the memory for a stage if a device has ``each`` stages."""
+    """Return one `Device` for each stage, with the memory that a stage gets if a device runs ``each`` stages."""
     bandwidth, latency = hardware.slowest_link()
     everywhere = sum(_memory_of_rank(profile, (), ()).values())
     received = 2 * each * max(block.sends for block in profile.blocks)

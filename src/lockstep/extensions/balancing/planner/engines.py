@@ -185,7 +185,7 @@ def measure_engines() -> dict[str, EngineCost]:
 
 
 def _solve(added: dict[str, float]) -> EngineCost:
-    """Compute an engine's cost from the seconds added to each of the four networks. No part is below zero."""
+    """Compute an engine's cost from the seconds that it adds to a step of each of the four networks."""
     parameter = max((added["layers"] - added["one"]) / 10, 0.0)
     group = max((added["groups"] - added["one"] - 10 * parameter) / 5, 0.0)
     step = max(added["one"] - group - 2 * parameter, 0.0)

@@ -36,7 +36,7 @@ def parse_bytes(flag: str, text: str) -> float:
     """Parse a number of bytes such as "80GB", "24 GiB", "25GB/s" or "1000".
 
     Args:
-        flag: for the error.
+        flag: name of the option, for the error.
         text: the user's.
 
     Raises:
@@ -58,7 +58,7 @@ class Hardware:
     """Speed, memory and links of equal devices on equal nodes.
 
     Attributes:
-        devices: number on a node.
+        devices: number of devices on a node.
         nodes: number of machines.
         memory: bytes of a device that a run can use.
         products: floating-point operations a second of matrix products, by the name of a dtype.
@@ -77,7 +77,7 @@ class Hardware:
         host_moved: bytes a second that the host's processor reads and writes.
         overlaps: True if messages are sent while a device computes.
         kind: type of the devices.
-        name: of the device.
+        name: name of the device.
         host: the machine on which it was measured; "" for described devices.
     """
 
@@ -109,7 +109,7 @@ class Hardware:
         return self.devices * self.nodes
 
     def speed(self, precision: str) -> float:
-        """Return the floating-point operations a second of matrix products under ``Trainer(precision=...)``."""
+        """Return the floating-point operations per second of matrix products under ``Trainer(precision=...)``."""
         table = dict(self.products)
         kinds = (("bf16", "bfloat16"), ("16", "float16"), ("64", "float64"))
         wanted = next((dtype for key, dtype in kinds if key in precision), "float32")
@@ -118,7 +118,7 @@ class Hardware:
         return table.get(wanted) or table.get("bfloat16" if wanted == "float16" else "float16") or table["float32"]
 
     def slowest_link(self) -> tuple[float, float]:
-        """Return bytes a second and latency in seconds of the slowest link in a ring over all devices."""
+        """Return (bytes per second, latency in seconds) of the slowest link in a ring over all devices."""
         if self.nodes > 1 and self.devices > 1:
             return min(self.link, self.node_link), max(self.latency, self.node_latency)
         return (self.node_link, self.node_latency) if self.nodes > 1 else (self.link, self.latency)
@@ -127,10 +127,10 @@ class Hardware:
 def described(
     devices: int, nodes: int = 1, memory: float | None = None, link: float | None = None, chip: str | None = None
 ) -> Hardware:
-    """Create the `Hardware` of a machine that is described and not measured.
+    """Create a `Hardware` from the user's description of a machine, without measurements.
 
     Args:
-        devices: number on a node.
+        devices: number of devices on a node.
         nodes: number of machines.
         memory: bytes of a device; None: 80 GB.
         link: bytes a second of the slowest link: between nodes, or between devices of a single node.
@@ -182,7 +182,7 @@ def _median(run: Callable[[], object], device: torch.device, times: int = 5) -> 
 
 
 def _rate_of_products(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the floating-point operations a second of matrix products in a dtype."""
+    """Measure the floating-point operations per second of matrix products in a dtype."""
     # larger matrices use more of a device; a device that is slow in a dtype stops at small ones
     size, most = SMALL, SMALL if device.type == "cpu" else 4096
     while True:
@@ -195,7 +195,7 @@ def _rate_of_products(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_device(device: torch.device) -> Hardware:
-    """Measure matrix products, copies and small operations on a device. It takes about a second."""
+    """Measure a device's speed in matrix products, memory traffic and small operations in about a second."""
     on_cpu = device.type == "cpu"
     dtypes = (torch.float32, torch.bfloat16) if on_cpu else (torch.float32, torch.bfloat16, torch.float16)
     products = {_name(dtype): _rate_of_products(device, dtype) for dtype in dtypes}
@@ -228,7 +228,7 @@ def measure_device(device: torch.device) -> Hardware:
 
 
 def _link_to_neighbour(device: torch.device, seconds: float = 60.0) -> float | None:
-    """Measure bytes a second from a device to its neighbor; None without a neighbor, or if it fails."""
+    """Measure the bytes per second of copies from a device to its neighbor; None without a neighbor or on failure."""
     numbers = [other.index for other in devices_of(device.type)]
     mine = device.index or 0
     if len(numbers) < 2:
@@ -244,7 +244,7 @@ def _link_to_neighbour(device: torch.device, seconds: float = 60.0) -> float | N
 
 
 def copying(kind: str, one: int, other: int) -> float:
-    """Measure bytes a second of copies between two devices of one type, given their indices."""
+    """Measure the bytes per second of copies between two devices of one type, given their indices."""
     device = torch.device(kind, one)
     source = torch.empty(64 * 2**20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source, device=torch.device(kind, other))
@@ -252,7 +252,7 @@ def copying(kind: str, one: int, other: int) -> float:
 
 
 def usable_memory(device: torch.device) -> float:
-    """Return the bytes that a run can use on a device, including free memory in torch's allocator."""
+    """Return the number of bytes that a run can use on a device, including unused memory in torch's allocator."""
     free = free_memory(device)
     if free is None:
         return 16 * GB
@@ -273,13 +273,13 @@ def _small_step() -> Callable[[], None]:
 
 
 def probe(rank: int, folder: str) -> None:
-    """Measure communication between two processes on this host, which both call this function.
+    """Measure messages, contention and engines' overhead between two processes, each of which calls this function.
 
     Rank 0 writes the results into ``folder``.
 
     Args:
         rank: 0 or 1.
-        folder: for the rendezvous and the results.
+        folder: folder for the rendezvous and the results.
     """
     from lockstep.engines.ddp.reducer import Reducer
 
@@ -343,7 +343,9 @@ def probe(rank: int, folder: str) -> None:
 
 
 def measure_links(seconds: float = 120.0) -> dict[str, Any]:
-    """Measure communication and engines on this host's CPU with two processes. It takes about 15 seconds.
+    """Measure message speed and the overhead of sharded engines between two processes on this host's CPU.
+
+    The measurement takes about 15 seconds.
 
     Args:
         seconds: time limit.
@@ -381,13 +383,13 @@ def cache_folder() -> Path:
 
 
 def hardware_of(device: torch.device, devices: int = 1, nodes: int = 1, folder: Path | None = None) -> Hardware:
-    """Return this machine's hardware from the cache, or measure the hardware. Free memory is always measured.
+    """Return this machine's `Hardware` from the cache, or measure it. Free memory is measured in each call.
 
     Args:
-        device: one of them; the others are assumed to be equal.
-        devices: number on a node; ranks on a CPU share its memory.
+        device: one of the devices; the others are assumed to be equal.
+        devices: number of devices on a node; ranks on a CPU share its memory.
         nodes: number of machines.
-        folder: of the cache; None: `cache_folder`. A folder that cannot be written to is ignored.
+        folder: folder of the cache; None: `cache_folder`. A folder that cannot be written to is ignored.
     """
     on_cpu = device.type == "cpu"
     kind = "cpu" if on_cpu else device_name(device)
@@ -406,7 +408,7 @@ def hardware_of(device: torch.device, devices: int = 1, nodes: int = 1, folder: 
 
 
 def _fields(given: dict[str, Any]) -> dict[str, Any]:
-    """Convert fields of `Hardware` from JSON values to their types."""
+    """Convert JSON values of a `Hardware`'s fields to the types of the fields."""
     made = {name: tuple(map(tuple, value)) if isinstance(value, list) else value for name, value in given.items()}
     return {**made, "engines": tuple((name, EngineCost(**cost)) for name, cost in made.get("engines", ()))}
 

@@ -39,7 +39,7 @@ class Block:
     """Cost of a block in a chain, for one micro-batch on a device of speed 1.
 
     Attributes:
-        seconds: forward and backward.
+        seconds: seconds of a forward and backward.
         again: seconds of a recomputation, which is another forward. Infinite: the block is never recomputed.
         states: bytes that stay for the whole step: parameters, gradients, optimizer states.
         kept: bytes that the forward keeps for the backward.
@@ -86,11 +86,11 @@ class Stage:
     """Consecutive blocks on one device, with their seconds and memory.
 
     Attributes:
-        device: its index in the sequence.
+        device: index of the device in the sequence.
         start: index of its first block.
         stop: index after its last block.
         recomputed: indices of the recomputed blocks.
-        seconds: of a micro-batch: computation, recomputation and messages.
+        seconds: seconds of a micro-batch for computation, recomputation and messages.
         memory: bytes.
     """
 
@@ -180,7 +180,7 @@ class _Chain:
         return grid.cummax(0).values
 
     def between_backwards(self, device: Device, start: Tensor, stop: Tensor) -> Tensor:
-        """Return the bytes that stages need between two backward passes without recomputation."""
+        """Return the bytes that each stage ``[start:stop]`` needs between two backwards, without recomputation."""
         return self.states[stop] - self.states[start] + device.in_flight * (self.kept[stop] - self.kept[start])
 
     def recompute(
@@ -213,8 +213,8 @@ class _Chain:
         """Return the seconds of each possible stage on a device; infinite for stages that do not fit.
 
         Args:
-            device: of the stage.
-            spare: True if it may stay without blocks.
+            device: the stage's device.
+            spare: True if the device may have no blocks.
         """
         link = 2 * (device.latency * self.inner + self.sends / device.bandwidth)
         stop, start = torch.tril_indices(self.size + 1, self.size + 1, -1)
@@ -260,8 +260,8 @@ def partition(blocks: Sequence[Block], devices: Sequence[Device], spare: bool = 
     """Split a chain over devices so that the slowest stage is as fast as possible.
 
     Args:
-        blocks: in the order in which they run.
-        devices: in the order of their blocks.
+        blocks: the blocks, in the order in which they run.
+        devices: the devices, in the order of their blocks.
         spare: True if a device may stay without blocks.
 
     Raises:
@@ -305,7 +305,7 @@ def partition(blocks: Sequence[Block], devices: Sequence[Device], spare: bool = 
 
 
 def _too_large(blocks: Sequence[Block], devices: Sequence[Device], spare: bool) -> DoesNotFit:
-    """Return the error that names a block larger than any device, or the memory that each device lacks."""
+    """Return an error that names a block too large for every device, or else the memory that each device lacks."""
     missing = _missing(blocks, devices, spare)
     for index, block in enumerate(blocks):
         gaps = []
@@ -326,7 +326,7 @@ def _too_large(blocks: Sequence[Block], devices: Sequence[Device], spare: bool) 
 
 
 def _missing(blocks: Sequence[Block], devices: Sequence[Device], spare: bool) -> float:
-    """Return the smallest number of additional bytes on each device with which a split would exist."""
+    """Return how many more bytes each device would need at the least for a split to exist."""
     # the same dynamic programming, with missing bytes in the place of seconds
     chain = _Chain(blocks)
     backward = torch.arange(chain.size + 1)[:, None] < torch.arange(chain.size + 1)

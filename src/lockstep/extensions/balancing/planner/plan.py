@@ -32,7 +32,7 @@ def candidates(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]
     """Yield all candidates: the ways to train a model on these devices.
 
     Args:
-        profile: of the model.
+        profile: the model's profile.
         hardware: the devices.
     """
     from lockstep.extensions.balancing.planner.cost import Candidate
@@ -78,7 +78,7 @@ def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, pa
     """Return the reason why a candidate cannot run, regardless of memory, or "" if it can.
 
     Args:
-        profile: of the model.
+        profile: the model's profile.
         candidate: the way to train.
         hardware: the devices.
         packages: optional packages that are installed.
@@ -107,11 +107,11 @@ class Plan:
     """Predictions for all ways to train a model on given devices, and the chosen way.
 
     Attributes:
-        profile: of the model, in the precision of the Trainer.
+        profile: the model's profile in the precision of the Trainer.
         hardware: the devices.
         rows: predictions of all ways.
         choice: the best one; None if nothing fits.
-        reason: of the choice, in one or two sentences.
+        reason: reason for the choice, in one or two sentences.
     """
 
     profile: ModelProfile
@@ -156,7 +156,7 @@ class Plan:
         yield self.reason
 
     def _is_worth_showing(self, row: Prediction) -> bool:
-        """Return True for plain ways, variants that save time or memory, and pipelines faster than the choice."""
+        """Return True for default settings, variants that save time or memory, and pipelines faster than the choice."""
         if row.candidate.kind == "pipeline":
             of_kind = [each for each in self.rows if _kind(each) == _kind(row)]
             best = max(of_kind, key=lambda each: (each.fits, each.rate, -each.missing))
@@ -203,7 +203,7 @@ def make_plan(
     Equal arguments give equal plans.
 
     Args:
-        profiles: of one model: first in the precision of the Trainer, then in others, which are only shown.
+        profiles: profiles of one model, first in the Trainer's precision, then in precisions that are only shown.
         hardware: the devices.
         goal: "speed": the most samples a second among ways that fit, and the simpler of two that are about equal;
             "memory": the least memory on a device.
@@ -310,14 +310,14 @@ class SavedPlan:
         model: class of the model.
         key: see `lockstep.extensions.balancing.planner.profile.key_of`.
         strategy: kind of the candidate; the fields after it are the candidate's.
-        devices: number on a node.
+        devices: number of devices on a node.
         nodes: number of nodes.
         device: name of the device.
         available: bytes of a device that a run could use.
         memory: predicted bytes of a device.
         seconds: predicted seconds of a step.
-        samples: of a step, over all devices.
-        reason: of the choice.
+        samples: number of samples in a step, over all devices.
+        reason: reason for the choice.
     """
 
     model: str
@@ -399,7 +399,7 @@ class SavedPlan:
             ) from None
 
     def _check(self) -> None:
-        """Check types and ranges of the values.
+        """Raise an error if a value has the wrong type or is out of range.
 
         Raises:
             ValueError: a value has another type, is negative or not finite, or two values do not fit together.

@@ -86,8 +86,8 @@ class ParameterProfile:
     """Size, block and optimizer states of a parameter. Tied parameters have one profile.
 
     Attributes:
-        name: its first name.
-        shape: of the whole parameter.
+        name: the parameter's first name.
+        shape: shape of the full parameter.
         itemsize: bytes of an element.
         trainable: True if it gets gradients.
         unit: number of its block, or REST.
@@ -107,18 +107,18 @@ class ParameterProfile:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the whole parameter."""
+        """Number of elements of the full parameter."""
         return math.prod(self.shape)
 
     @property
     def size(self) -> int:
-        """Bytes of the whole parameter."""
+        """Bytes of the full parameter."""
         return self.elements * self.itemsize
 
 
 @dataclass(frozen=True)
 class SpanProfile:
-    """Memory and work of consecutive operations of a step, in one block or outside all blocks.
+    """Memory and work of consecutive operations of a training step, in one block or outside all blocks.
 
     Only memory that is allocated within the step counts.
 
@@ -127,8 +127,8 @@ class SpanProfile:
         unit: see `lockstep.extensions.balancing.planner.trace.Span`.
         peak: largest number of bytes, without gradients of parameters.
         grown: largest number of bytes, with the gradients that exist by then.
-        added: the same, if each gradient is added to other memory and freed.
-        work: of its operations.
+        added: as ``grown``, if each gradient is added to memory that exists already, and is freed.
+        work: work of the span's operations.
         seconds: measured seconds, or None.
     """
 
@@ -146,7 +146,7 @@ class BlockProfile:
     """A block of a model, with the bytes that its forward keeps and sends.
 
     Attributes:
-        name: of its module.
+        name: name of the block's module.
         kind: see `kind_of`.
         repeated: True for the blocks that FSDP gathers, and recomputation recomputes, one by one.
         kept: bytes that its forward keeps for its backward.
@@ -162,16 +162,16 @@ class BlockProfile:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Spans of a step, with or without recomputation.
+    """Spans of a training step that runs with or without recomputation.
 
     Attributes:
-        spans: in the order in which they run.
+        spans: the spans, in the order in which they run.
     """
 
     spans: tuple[SpanProfile, ...]
 
     def seconds(self, phase: str, unit: int | None = None) -> float | None:
-        """Return the measured seconds of a phase, or of one block in the phase; None without a measurement."""
+        """Return the measured seconds of a phase, or of one block in the phase; None if they were not measured."""
         found = [s.seconds for s in self.spans if s.phase == phase and unit in (None, s.unit)]
         return None if None in found else float(sum(value or 0.0 for value in found))
 
@@ -189,13 +189,13 @@ class ModelProfile:
     """Profile of a model, its batch, its optimizers and its precision.
 
     Attributes:
-        name: of its class.
-        samples: of the batch of one device.
+        name: name of the model's class.
+        samples: number of samples in the batch of one device.
         precision: as in ``Trainer(precision=...)``.
         parameters: all of them.
         buffers: bytes.
         batch: bytes.
-        blocks: in the order of the chain.
+        blocks: the blocks, in the order of the chain.
         steps: "kept", and "recomputed" if the model has repeated blocks, which are recomputed there.
         elementwise: True if optimizers can update slices of parameters.
         parameter_wise: True if optimizers can update each parameter by itself.
@@ -227,7 +227,7 @@ class ModelProfile:
         return sum(parameter.size for parameter in self.parameters)
 
     def step(self, recomputed: bool) -> StepProfile:
-        """Return the step with or without recomputation; without it if the model has no repeated blocks."""
+        """Return the step's profile, with recomputation if ``recomputed`` and the model has repeated blocks."""
         return self.steps["recomputed" if recomputed and "recomputed" in self.steps else "kept"]
 
     @property
@@ -245,7 +245,7 @@ def key_of(parameters: Iterable[tuple[str, tuple[int, ...], bool]]) -> str:
 
 
 def _timeline(trace: StepTrace, counted: Iterable[tuple[TracedAllocation, float]]) -> list[int]:
-    """Return the total bytes during each operation, from pairs of an allocation and its end."""
+    """Return the total bytes during each operation, from pairs (allocation, number of its last operation)."""
     change = [0] * (trace.operations + 3)
     for made, end in counted:
         change[made.born] += made.size
@@ -257,7 +257,7 @@ def spans_of(trace: StepTrace) -> tuple[SpanProfile, ...]:
     """Return the profiles of a trace's spans, with their memory."""
 
     def dies(made: TracedAllocation) -> float:
-        """Return when an allocation ends if gradients are accumulated elsewhere at the end of their node."""
+        """Return when an allocation ends if a gradient is freed at the end of the autograd node that computes it."""
         end = made.born
         if made.kind != "gradient":
             return made.died
@@ -337,7 +337,7 @@ def profile_step(
 
     Args:
         step: the step. Its module is restored afterwards; it may be on the meta device.
-        samples: of the batch.
+        samples: number of samples in the batch.
         batch: input of the step, whose memory does not count.
         precision: name for the profile; the step's context applies it.
         named: names of the blocks.
@@ -387,7 +387,7 @@ class _Traced(NamedTuple):
 
 
 def _trace(step: TracedStep, units: dict[str, nn.Module], batch: object, again: bool) -> _Traced:
-    """Trace a step on fake tensors, and restore its module."""
+    """Trace a step on fake tensors, and restore the step's module afterwards."""
     refuse_without(PLAN, "a plan", "name a strategy", PARTS)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -418,7 +418,7 @@ def _blocks(
 
 
 class _Clock:
-    """Observer of one step that records when forwards and backwards of blocks start and end."""
+    """Observer that records when the forwards and backwards of blocks start and end in one training step."""
 
     def __init__(self, units: Sequence[nn.Module], device: torch.device) -> None:
         self.units, self.device = {id(unit): number for number, unit in enumerate(units)}, device
@@ -435,7 +435,7 @@ class _Clock:
         return event
 
     def record(self, phase: str, unit: int) -> None:
-        """Record that a block starts to run now."""
+        """Record the time at which ``unit``, a block or the code outside the blocks, starts to run in a phase."""
         self.moments.append((phase, unit, self.now()))
 
     @contextmanager
@@ -485,8 +485,8 @@ def measure_step(
     """Measure the seconds of a profiled step, as medians over several steps and over blocks of one kind.
 
     Args:
-        profile: of the same step.
-        step: its module and batch are on ``device``. Parameters, buffers and random states are restored afterwards.
+        profile: profile of the same step.
+        step: the step, with module and batch on ``device``. Parameters, buffers and random states are restored.
         device: on which it runs.
         warm_up: number of steps that do not count.
         steps: number of steps that count.
@@ -524,7 +524,7 @@ def measure_step(
 
 @contextmanager
 def _restore(module: nn.Module) -> Iterator[None]:
-    """Restore parameters, buffers and random states after the block, and drop gradients."""
+    """When the context ends, restore parameters, buffers and random states, and drop gradients."""
     tensors = [*module.parameters(), *module.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     try:

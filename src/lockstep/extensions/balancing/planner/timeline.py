@@ -26,9 +26,9 @@ class Action(NamedTuple):
     """A computation of a rank, which is a forward, a backward or half of a backward.
 
     Attributes:
-        stage: of the pipeline.
-        number: of the micro-batch.
-        letter: of `SHARES`.
+        stage: number of the stage.
+        number: number of the micro-batch.
+        letter: kind of computation, a key of `SHARES`.
     """
 
     stage: int
@@ -41,7 +41,7 @@ class TimedAction(NamedTuple):
 
     Attributes:
         row: the rank in the pipeline.
-        action: of the rank.
+        action: the rank's action.
         begin: seconds.
         end: seconds.
     """
@@ -117,7 +117,7 @@ def in_one_row(actions: Sequence[Sequence[Action]]) -> list[Action]:
     Actions are ordered by their simulated start, so each follows the actions that it needs.
 
     Args:
-        actions: of each rank; all stages are assumed to take equal times.
+        actions: actions of each rank; all stages are assumed to take equal times.
 
     Example:
         >>> [f"{each.stage}{each.letter}{each.number}" for each in in_one_row(actions_of("1f1b", 2, 2))]
@@ -128,11 +128,13 @@ def in_one_row(actions: Sequence[Sequence[Action]]) -> list[Action]:
 
 
 def simulate(seconds: Sequence[float], actions: Sequence[Sequence[Action]]) -> list[TimedAction]:
-    """Simulate a schedule, and return each action with its time. A forward takes a third of a micro-batch's time.
+    """Simulate a schedule, and return each action with its start and end.
+
+    A forward takes a third of a micro-batch's seconds.
 
     Args:
-        seconds: of a micro-batch on each stage, forward and backward.
-        actions: of each rank.
+        seconds: seconds of a micro-batch's forward and backward on each stage.
+        actions: actions of each rank.
 
     Raises:
         ValueError: the schedule is a deadlock.

@@ -27,7 +27,7 @@ REST = -1
 
 @dataclass
 class OperationWork:
-    """Floating-point operations, memory traffic and number of some operations.
+    """Total work of a set of operations: floating-point operations, memory traffic and number of calls.
 
     Attributes:
         products: floating-point operations of matrix products, convolutions and attention.
@@ -98,7 +98,7 @@ def _padded(length: int) -> int:
 
 
 def workspace_of_lstm(length: int, batch: int, hidden: int) -> int:
-    """Return the bytes of oneDNN's workspace for the forward of one float32 LSTM layer.
+    """Return the size in bytes of oneDNN's workspace for the forward of one float32 LSTM layer.
 
     Inputs and outputs are not included. The workspace contains gates, states and gradients of states, each padded to
     pages. The formula was found by trying sizes.
@@ -113,7 +113,7 @@ def workspace_of_lstm(length: int, batch: int, hidden: int) -> int:
 
 
 def hidden_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes that an operation keeps on a CPU and that fake tensors do not show.
+    """Return the size in bytes of the memory that an operation keeps on a CPU but that fake tensors do not show.
 
     These are the workspace of an LSTM, and the elements of a mean in some losses. They exist as long as the last
     result of the operation.
@@ -127,7 +127,10 @@ def hidden_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the temporary bytes that an operation allocates on a CPU, such as images in oneDNN's layout."""
+    """Return the size in bytes of the temporary memory that an operation allocates on a CPU.
+
+    A convolution, for example, copies images to oneDNN's layout.
+    """
     name = func._schema.name
     if name.startswith("aten::mkldnn_rnn_layer"):
         length, batch, _ = args[0].shape
@@ -173,7 +176,7 @@ class Span:
         unit: the block's number, or REST.
         start: count of operations at its start.
         stop: count of operations at its end.
-        work: of the operations.
+        work: work of the operations.
     """
 
     phase: str
@@ -191,7 +194,7 @@ class StepTrace(TorchDispatchMode):
         known: tensors that existed before, which do not count.
 
     Attributes:
-        spans: in the order in which they ran.
+        spans: the spans, in the order in which they ran.
         allocations: all allocations of operations.
         sends: bytes of each block's output, by its number.
         operations: number of operations so far.
@@ -221,7 +224,7 @@ class StepTrace(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Assign the operations within the block to a phase: forward, backward or update."""
+        """Assign the operations in the context to a phase: forward, backward or update."""
         self._phase = name
         self._open(REST)
         yield
@@ -253,7 +256,7 @@ class StepTrace(TorchDispatchMode):
             self._open(self._running[-1] if self._running else REST)
 
     def _follow_backward(self) -> int:
-        """Open the span of the block whose backward runs, and return the sequence number of autograd's node."""
+        """Open the span of the block whose backward runs. Return the autograd node's number; -1 outside a backward."""
         node = torch._C._current_autograd_node()
         if node is None:
             return -1
@@ -308,7 +311,7 @@ class StepTrace(TorchDispatchMode):
         self._live.pop(key, None)
 
     def arrived(self, parameter: Tensor) -> None:
-        """Record the order in which gradients arrive. It is a hook on accumulated gradients."""
+        """Record a parameter's place in the order in which gradients arrive. It is a hook on accumulated gradients."""
         self.arrivals.setdefault(id(parameter), len(self.arrivals))
         self.mark(tensors_in(parameter.grad, 1), "gradient")
 
@@ -328,7 +331,7 @@ def fake(module: nn.Module, dtype: torch.dtype | None = None) -> Callable[[], No
 
     Args:
         module: changed in place. Shared tensors stay shared.
-        dtype: of floating-point tensors; None: unchanged.
+        dtype: dtype of floating-point tensors; None: unchanged.
 
     Returns:
         a function that restores the module's own tensors.
@@ -374,8 +377,8 @@ class TracedStep:
         module: the model.
         loss: runs the forward, and returns the loss.
         optimizers: creates the optimizers.
-        context: around the forward, for autocast.
-        dtype: of floating-point parameters and buffers, if a precision converts them; None: unchanged.
+        context: returns the context around the forward, for example autocast.
+        dtype: dtype of floating-point parameters and buffers, if a precision converts them; None: unchanged.
     """
 
     module: nn.Module
@@ -392,14 +395,14 @@ class PhaseWatch(Protocol):
         """Return a context manager in which a phase of the step runs."""
 
     def enter(self, layer: nn.Module, args: object) -> None:
-        """Handle the start of a block's forward."""
+        """Observe the start of a block's forward, as a forward pre-hook."""
 
     def leave(self, layer: nn.Module, args: object, output: object) -> None:
-        """Handle the end of a block's forward."""
+        """Observe the end of a block's forward, as a forward hook."""
 
 
 def run_step(step: TracedStep, optimizers: Sequence[Optimizer], blocks: Iterable[nn.Module], watch: PhaseWatch) -> None:
-    """Run forward, backward and update of a step, and notify an observer.
+    """Run forward, backward and update of a step, and notify the observer ``watch`` of phases and blocks.
 
     Args:
         step: the step, whose module has no gradients yet.
@@ -432,9 +435,9 @@ def trace_step(
     """Run one training step, and record its operations and allocations.
 
     Args:
-        step: its module has no gradients yet.
-        blocks: that have spans of their own, in any order.
-        batch: its tensors do not count.
+        step: the step, whose module has no gradients yet.
+        blocks: modules that have spans of their own, in any order.
+        batch: the batch, whose tensors do not count as memory of the step.
 
     Returns:
         the trace, and the optimizers with their states.

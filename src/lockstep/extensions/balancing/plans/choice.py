@@ -73,7 +73,7 @@ def first_batch(trainer: Trainer) -> Any:
 
 @contextmanager
 def _threads(ranks: int) -> Iterator[None]:
-    """Limit torch's threads, within the block, to one rank's share of the cores if ``ranks`` run on this host."""
+    """In the context, limit torch's threads to one rank's share of the cores for ``ranks`` ranks on this host."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, cores() // ranks)))
     try:
@@ -95,7 +95,7 @@ def plan_for(
     """Create a plan for the module that is attached to a Trainer.
 
     Args:
-        trainer: with the module attached.
+        trainer: Trainer to which the module is attached.
         batch: one batch of training data.
         hardware: the devices. None: measure the Trainer's devices.
         goal: see `lockstep.extensions.balancing.planner.plan.make_plan`.

@@ -34,12 +34,12 @@ DEPENDS = (
 
 
 def _silent(*args: object, **kwargs: object) -> None:
-    """Do nothing. It replaces ``log`` and ``log_dict`` while a step is profiled."""
+    """Replace ``log`` and ``log_dict`` while a step is profiled, by doing nothing."""
 
 
 @contextmanager
 def _without_log(module: LightningModule, trainer: Trainer | None) -> Iterator[None]:
-    """Attach the module to a Trainer and disable its logging within the block."""
+    """In the context, attach the module to a Trainer and disable the module's logging."""
     with ExitStack() as end:
         for name, value in (("_trainer", trainer), ("log", _silent), ("log_dict", _silent)):
             replace_until(end, module, name, value)
@@ -47,7 +47,7 @@ def _without_log(module: LightningModule, trainer: Trainer | None) -> Iterator[N
 
 
 def build(module: LightningModule, trainer: Trainer | None, device: torch.device | None = None) -> LightningModule:
-    """Return a copy of the module on which ``configure_model`` has run; without that hook, the module itself.
+    """Return a copy of the module on which ``configure_model`` has run, or the module itself if it lacks the hook.
 
     Args:
         module: the user's module.

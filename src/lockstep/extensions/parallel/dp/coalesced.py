@@ -34,7 +34,7 @@ def copy_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor
 
 
 class CopiesOfAll(torch.autograd.Function):
-    """Function that copies parameters to several devices, and sums the gradients in the order of the devices.
+    """Function that copies parameters to several devices, and sums the copies' gradients in the devices' order.
 
     Autograd has a thread for each GPU, so separate copies would return their gradients in a random order.
     """
@@ -60,7 +60,7 @@ class CopiesOfAll(torch.autograd.Function):
 def copies_of(module: nn.Module, devices: Sequence[torch.device]) -> list[dict[int, Tensor]]:
     """Return for each device the copies of a module's parameters and buffers, by the id of the original tensor.
 
-    On the module's own device these are the parameters themselves. Gradients of copies flow back to them.
+    On the module's own device the copies are the original tensors. Gradients of copies flow back to the originals.
 
     Raises:
         ValueError: the module is lazy and not initialized.

@@ -97,7 +97,7 @@ class DataParallel(nn.Module):
 
 
 def as_device(device: int | str | torch.device) -> torch.device:
-    """Convert a device index, name or `torch.device` to a `torch.device`. An index is that of an accelerator."""
+    """Convert an accelerator's index, a device's name or a `torch.device` to a `torch.device`."""
     if isinstance(device, int):
         kind = torch.accelerator.current_accelerator()
         return torch.device("cuda" if kind is None else kind.type, device)
@@ -160,7 +160,7 @@ def scatter(batch: object, devices: Sequence[torch.device], dim: int = 0) -> lis
 def replicate(
     module: nn.Module, devices: Sequence[torch.device], substitute: Callable[[nn.Module], Any] | None = None
 ) -> list[nn.Module]:
-    """Return the module itself for the first device, and a replica for each further one.
+    """Return the module itself for the first device, and a replica for each further device.
 
     A replica is a shallow copy of all modules. Its parameters are copies on its device through which gradients
     flow back (on the module's own device the parameters themselves); its buffers are copies.
@@ -205,7 +205,7 @@ def _replica(
 
 
 def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device] = ()) -> list[Any]:
-    """Run each call in a thread (the first in this one), and return the results.
+    """Run each call in its own thread (the first call in the current thread), and return the results.
 
     Grad mode, autocast and streams, which torch has per thread, are those of this thread.
 
@@ -253,7 +253,7 @@ def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.devic
 
 
 def place_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context that selects ``device``, with this thread's current stream, in any other thread."""
+    """Return a context with which another thread selects ``device`` and the current stream of this thread."""
     return in_stream(current_stream(device)) if has_streams(device) else current_device(device)
 
 
@@ -354,7 +354,7 @@ def as_id(device: torch.device) -> int | torch.device:
 def choose_devices(
     device_ids: Sequence[Device] | str | None, output_device: Device | None, here: torch.device
 ) -> tuple[list[torch.device], torch.device | None]:
-    """Return the devices that a container's two arguments name, and the device for the outputs.
+    """Return the devices that the arguments of a container name, and the device for the outputs.
 
     Args:
         device_ids, output_device: arguments of the container.

@@ -35,7 +35,7 @@ class DataParallelStrategy(Strategy):
     drives_all_devices = True
 
     def setup_environment(self) -> None:
-        """Check that there is only one node, then set up as usual."""
+        """Raise an error if there are several nodes, then set up the environment as other strategies do."""
         if self.world.num_nodes > 1:
             raise MisconfigurationException(
                 f'Trainer(strategy="dp", num_nodes={self.world.num_nodes}): "dp" is one process for the devices of one '
@@ -53,7 +53,7 @@ class DataParallelStrategy(Strategy):
         super().setup_module(module, own_backward)
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Run a step method on all devices, and join outputs and logged values on the first."""
+        """Run a step method on all devices, and join outputs and logged values on the first device."""
         rows = rows_of(args[0])
         if rows is None or len(self.devices) == 1 or getattr(fn, "__self__", None) is not self.module:
             return super().run(fn, *args)
@@ -109,14 +109,14 @@ class DataParallelStrategy(Strategy):
 
 
 class _LoggedInPart:
-    """Value and options, by name, of a call to ``self.log`` in one part."""
+    """Value and keyword options of a call to ``self.log`` while a replica runs its part of the batch."""
 
     def __init__(self, value: object, options: dict[str, Any]) -> None:
         self.value, self.options = value, options
 
 
 class _SharedMetric:
-    """Metric that all replicas share. Calls are serialized by a lock, and their tensors are moved to its device."""
+    """Metric that all replicas share. A lock serializes its calls, and their tensors move to the metric's device."""
 
     def __init__(self, metric: Any, turn: AbstractContextManager[object]) -> None:
         self.metric, self._turn = metric, turn
@@ -142,7 +142,7 @@ def _is_metric(module: object) -> bool:
 
 
 def _share_metrics(module: nn.Module, shared: Callable[[Any], Any]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Replace the module's own metrics with shared ones, and return the originals with their places."""
+    """Replace the module's metrics with ``shared(metric)``, and return the originals with their places."""
     changed = []
     for part in list(module.modules()):
         for name, child in part._modules.items():

@@ -1,4 +1,4 @@
-"""Checks of a communication hook, and preparation of its state, before the first step."""
+"""Checks of a communication hook before the first step, and preparation of the hook's state."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_hook(state: object, hook: object, parameters: Iterable[Tensor] = (), g
 
 
 def check_pair(state: object, hook: object) -> None:
-    """Check a hook and its state as `check_hook` does, but without parameters and ranks."""
+    """Check a hook and its state as `check_hook` does, but without access to parameters and ranks."""
     if not callable(hook):
         raise TypeError(
             f"Communication hook must be callable, as hook(state, bucket), but ddp_comm_hook={hook!r} is a "

@@ -21,8 +21,8 @@ Record = dict[str, Tensor]
 class Memory:
     """Memory of named tensors for each parameter, saved by the parameter's position in the buckets.
 
-    A checkpoint does not contain parameters, so it has the records by bucket and place. Its bucket plan is restored
-    before they are used.
+    A checkpoint cannot refer to parameters, so it has the records by bucket and place. Its bucket plan is restored
+    before the records are used.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Memory:
         return sum(value.nbytes for record in self._records.values() for value in record.values())
 
     def state_dict(self) -> dict[int, list[Record]]:
-        """Return copies of the records by bucket and place."""
+        """Return copies of the records by bucket and by the parameter's place in the bucket."""
         layout = {**self._layout, **self._saved}
         return {
             index: [{name: value.detach().clone() for name, value in record.items()} for record in records]
@@ -184,7 +184,7 @@ def load_state(state: Any, saved: dict[str, Any] | None, device: torch.device | 
 def share_states(saved: Sequence[dict[str, Any] | None], world: int) -> list[dict[str, Any] | None]:
     """Convert the ranks' saved states for a run with a different number of ranks.
 
-    With the same number each rank gets its own state. Otherwise each gets the mean of all errors, which preserves
+    If the number is the same, each rank gets its own state. Otherwise each gets the mean of all errors, which preserves
     the errors' mean over the ranks, and the first rank's other entries.
     """
     if len(saved) == world or not saved:

@@ -177,7 +177,7 @@ def has_futures(kind: str) -> bool:
 
 
 def _has_queue(device: torch.device) -> bool:
-    """Return True if jobs can run on their own stream, and a future makes other streams wait for it."""
+    """Return True if a device has streams for jobs, and torch's futures make other streams wait for them."""
     return has_streams(device) and has_futures(device.type)
 
 
@@ -359,7 +359,7 @@ class CallbackErrors:
             raise
 
     def raise_error(self) -> None:
-        """Raise the error of a callback, if there is one."""
+        """Raise the recorded error of a callback, if any."""
         if self.error is not None:
             raise self.error
 
@@ -462,7 +462,7 @@ class _InQueue:
         return submit(group, bucket.buffer().device, run)
 
     def _forget_others(self, state: Any, bucket: GradBucket) -> None:
-        """Drop torch's memory, which is stored by bucket index, for a bucket whose parameters have changed."""
+        """Delete torch's state for a bucket index whose parameters have changed, since torch stores it by index."""
         index, parameters = bucket.index(), [id(parameter) for parameter in bucket.parameters()]
         if self._seen.setdefault(index, parameters) != parameters:
             self._seen[index] = parameters
@@ -489,8 +489,8 @@ class HookTransport(AllReduce):
         group: process group of the ranks.
         state: the hook's first argument.
         hook: ``(state, GradBucket) -> Future`` of a tensor with the buffer's size (or a list of one).
-        buckets: returns the buckets of the current round. Sparse gradients, the last ones, bypass the hook.
-        over: returns the round's group for sparse gradients; False if each rank keeps its own.
+        buckets: returns the current round's buckets. Sparse gradients, which are in the last ones, bypass the hook.
+        over: returns the round's group for sparse gradients; False if each rank keeps its own gradients.
     """
 
     divides = False
@@ -569,7 +569,7 @@ class HookTransport(AllReduce):
 def attach_hook(
     reducer: Reducer, state: object, hook: Callable[..., Any], round_group: RoundGroup | None = None
 ) -> None:
-    """Make ``hook`` reduce the buckets of ``reducer``, on every rank and before the first `prepare`.
+    """Make ``hook`` reduce the buckets of ``reducer``. Call it on every rank before the first `prepare`.
 
     Args:
         reducer: a reducer without a hook.

@@ -54,7 +54,7 @@ def group_of(members: list[int], group: comm.Group = None) -> Any:
 
 @contextlib.contextmanager
 def _without_split() -> Iterator[None]:
-    """Create groups inside that connect on their own, without splitting the default group's communicator."""
+    """Let groups created in the context connect on their own instead of splitting the default communicator."""
     # torch splits it if the default group is bound to a device, and all ranks would have to call that
     default: Any = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
@@ -126,7 +126,7 @@ class PostLocalSGDState:
         return self.start
 
     def prepare(self) -> None:
-        """Create a subgroup of this node's ranks, if there is none. Collective."""
+        """Create a subgroup of this node's ranks if the state needs one and has none. Collective."""
         if self.local_allreduce and self.subgroup is None and comm.world_size(self.process_group) > 1:
             self.subgroup, self._made = node_group(self.process_group), True
 
@@ -171,11 +171,11 @@ def post_local_sgd(state: PostLocalSGDState, bucket: GradBucket) -> torch.future
 
 
 def marks_of(hook: object, state: Any) -> RoundGroup | None:
-    """Return a function that returns a round's group for the exchange of used parameters; None if always the same.
+    """Return a function for the group in which a round exchanges used parameters; None if the group is fixed.
 
     Args:
         hook: a communication hook of lockstep or torch, wrapped or not.
-        state: its state.
+        state: the hook's state.
 
     Returns:
         ``None`` for hooks that always use one group. For post-local SGD a function to be called at the start of each

@@ -75,7 +75,7 @@ class PowerSGDState:
         return self._memory.bytes
 
     def state_dict(self) -> dict[str, Any]:
-        """Return progress and memory of this rank as tensors and plain types. Each rank has its own errors."""
+        """Return this rank's progress and memory as tensors and plain types. The memory differs between ranks."""
         return {"iteration": self.iteration, "memory": self._memory.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ class PowerSGDState:
 
 
 def power_sgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average gradients approximately, by sending (n + m) r numbers for an n x m matrix, where r is ``state.rank``.
+    """Average gradients approximately: for an n x m matrix, send (n + m) r numbers, where r is ``state.rank``.
 
     M is a gradient on this rank, with n rows (its first dimension) of m numbers, plus the errors so far. All ranks
     multiply M with the same thin matrix Q, average P = M Q and make its columns orthonormal. Then they average
@@ -119,7 +119,7 @@ def power_sgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[
 
 
 class _Matrix(NamedTuple):
-    """Gradient that is sent compressed."""
+    """Gradient that is sent as the product of two thin matrices."""
 
     place: int  # index among the bucket's parameters
     absent: bool  # no gradient in this round: its error is kept for a later one
@@ -240,7 +240,7 @@ class _Round:
 
 
 def _rows(parameter: Tensor) -> int:
-    """Return the number of rows of a gradient as a matrix in the buffer; 0 for vectors."""
+    """Return the number of rows that a gradient has when its buffer is seen as a matrix; 0 for vectors."""
     if parameter.dim() < 2 or parameter.numel() == 0:
         return 0
     # the outermost dimension in memory: a gradient has its parameter's layout, which may be channels_last
