@@ -69,7 +69,7 @@ class LightningDataModule(HyperparametersMixin):
     # -- in the order in which the Trainer calls them
 
     def prepare_data(self) -> None:
-        """Download, tokenize, write to disk. It runs in one process: attributes set here are missing in others."""
+        """Download and unpack data, in one process per node. The other processes do not get attributes set here."""
 
     def setup(self, stage: str) -> None:
         """Build data sets and splits, in every process."""
@@ -95,7 +95,7 @@ class LightningDataModule(HyperparametersMixin):
         raise self._missing("predict_dataloader", "predict")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return a batch, changed as needed, before it moves to the device."""
+        """Change a batch before its transfer to the device, and return it. By default it is unchanged."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -107,7 +107,7 @@ class LightningDataModule(HyperparametersMixin):
         return move_data_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return a batch, changed as needed, that is on the device."""
+        """Change a batch after its transfer to the device, and return it. By default it is unchanged."""
         return batch
 
     def on_exception(self, exception: BaseException) -> None:
@@ -230,7 +230,7 @@ class LightningDataModule(HyperparametersMixin):
 
 
 def _sizes(hook: Callable[[], object]) -> str:
-    """Return the data set lengths for one loader hook as text; "None" if the hook raises."""
+    """Return as text the lengths of the data sets in the loaders that ``hook`` returns; "None" if it raises."""
     try:
         loaders, _ = flatten(hook())
     except Exception:  # the hook of another stage: its data is not set up, or there is none

@@ -158,7 +158,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def automatic_optimization(self) -> bool:
-        """True (default) if the loop calls backward and the optimizer. Set it to False to do so in ``training_step``.
+        """True (default) if the loop runs backward and steps the optimizer; if False, ``training_step`` must do both.
 
         Example::
 
@@ -237,7 +237,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         return self(kwargs.get("batch", args[0] if args else None))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Create the optimizers and schedulers. It runs once per fit, when the parameters are on their device.
+        """Create the optimizers and schedulers. Called once per fit, when the parameters are on their device.
 
         Returns:
             an optimizer; a list of them; a pair of lists (optimizers, schedulers); or a dict with ``"optimizer"`` and
@@ -254,7 +254,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         raise NotImplementedError("`configure_optimizers` is not defined")
 
     def configure_callbacks(self) -> Any:
-        """Return a callback or a list of them. Each replaces the Trainer's callbacks of the same type."""
+        """Return a callback or a list of callbacks. Each callback replaces the Trainer's callbacks of the same type."""
         return []
 
     # -- logging -------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a value. Means are weighted by the number of samples, over the epoch and over the ranks.
+        """Log a value. A mean over the epoch or over the ranks is weighted by the number of samples.
 
         Args:
             name: key in loggers and ``callback_metrics``. With both on_step and on_epoch, the suffix ``_step`` or
@@ -461,7 +461,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients at the end of a window. Override it for another kind of clipping.
+        """Clip gradients at the end of an accumulation window. Override it for another kind of clipping.
 
         Example::
 
@@ -473,7 +473,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Step the optimizer at the end of a window.
+        """Step the optimizer at the end of an accumulation window.
 
         An override must run ``optimizer_closure``, which runs the last forward and backward of the window, or pass it
         to ``optimizer.step``.
@@ -488,7 +488,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Set the gradients of the last window to None."""
+        """Set the gradients of the last accumulation window to None."""
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: LRSchedulerTypeUnion, metric: SupportsFloat | None) -> None:
@@ -599,7 +599,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     @torch.no_grad()
     @contextmanager
     def _seen_by_torchscript(self) -> Iterator[None]:
-        """Let TorchScript read all properties in the ``with`` block; without a Trainer some would raise."""
+        """Let TorchScript read all properties in the ``with`` block, also those that raise without a Trainer."""
         # properties that need a Trainer now raise AttributeError, which torch skips, and not RuntimeError
         trainer, self._trainer = self._trainer, object()  # type: ignore[assignment]
         try:
@@ -630,7 +630,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         )
 
     def _sample(self, given: object) -> Any:
-        """Return an example input for ``forward``, after the batch transfer hooks, on the module's device."""
+        """Return an example input for ``forward``, moved to the module's device by the batch transfer hooks."""
         sample = self.example_input_array if given is None else given
         if sample is None:
             raise MisconfigurationException(
@@ -654,7 +654,7 @@ LightningModule.__jit_unused_properties__ = [
 
 
 def check_weights(checkpoint: dict[str, Any], path: str | PathLike[str]) -> None:
-    """Raise CorruptCheckpoint if a file that torch can read is not a checkpoint of a run."""
+    """Raise CorruptCheckpoint if ``checkpoint``, which torch read from ``path``, has no "state_dict"."""
     if "state_dict" not in checkpoint:
         raise CorruptCheckpoint(
             f"{str(path)!r} is not a checkpoint of lockstep or Lightning: it has no 'state_dict' (its keys: "

@@ -101,7 +101,7 @@ def _declare(whole: bool, kind: Kind) -> Kind:
 
 
 def _declared(kind: type) -> bool | None:
-    """Return the class's declared ``whole``; None if it is not declared, or overrides the declared class's update."""
+    """Return ``whole`` as declared for ``kind`` or its base; None if undeclared, or if ``kind`` has its own update."""
     for base in kind.__mro__:
         if DECLARED in vars(base):
             value: bool = vars(base)[DECLARED]
@@ -132,7 +132,7 @@ def check_parameter_wise(optimizers: Iterable[Optimizer]) -> None:
 
 
 def needs_whole(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer is known to need full parameters, but to update each one independently."""
+    """Return True if an optimizer is known to update each parameter independently, but only as a full tensor."""
     kind = type(optimizer)
     declared = _declared(kind)
     return declared if declared is not None else _updates_as(kind, WHOLE) or _is_whole_elsewhere(kind)

@@ -66,7 +66,7 @@ class StatesByLoader:
             metric.reset()
 
     def show(self, metric: Metric, loaders: Iterable[int], name: str) -> None:
-        """Load the merged states from some loaders into the metric.
+        """Merge the states that were stored for ``loaders``, and load the result into the metric.
 
         Raises:
             MisconfigurationException: the metric cannot merge its states.
@@ -89,7 +89,7 @@ class StatesByLoader:
                 ) from error
 
     def show_all(self, metric: Metric) -> None:
-        """Load the merged states from all loaders into the metric; reset the metric if it cannot merge states."""
+        """Merge the states stored for all loaders, and load the result; reset the metric if it cannot merge states."""
         loaders = [loader for which, loader in self._saved if which == id(metric)]
         try:
             self.show(metric, loaders, type(metric).__name__)

@@ -65,7 +65,7 @@ class FitSignals(Protocol):
         """Raise this rank's flags for a received signal, so that all ranks agree on it."""
 
     def act(self) -> None:
-        """Handle the signal or save that was requested. Collective."""
+        """Handle a received signal, or save if a save was requested. Collective."""
 
     def epoch_ended(self) -> None:
         """Request a save at the end of an epoch if the run needs one."""
@@ -108,7 +108,7 @@ class FitState:
 
     @property
     def loaded(self) -> Feed:
-        """:attr:`feed`, which must exist."""
+        """The training feed. Raises AssertionError before the loaders are requested."""
         assert self.feed is not None, "the training loaders have not been requested"
         return self.feed
 
@@ -244,7 +244,7 @@ class Session:
 
     @property
     def drawn_seed(self) -> int:
-        """:attr:`seed`, which set-up has assigned."""
+        """The run's seed. Raises AssertionError before set-up has assigned it."""
         assert self.seed is not None
         return self.seed
 
@@ -264,7 +264,7 @@ class Session:
         return name in vars(self)
 
     def begin(self, fn: TrainerFn) -> None:
-        """Start a call: reset the attributes that belong to the previous one."""
+        """Start a call: reset the attributes that belong to the previous call."""
         self.state.fn, self.interruption = fn, None
         self.state.stage = STAGE_OF[fn]  # as in Lightning, where ``setup`` already knows whether it is for training
         for name in ("hooks", "results", "agreement"):
@@ -288,14 +288,14 @@ class Session:
         apply_to_process(self.config, self.strategy.root_device.type)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy or for another process; the others belong to the running call."""
+        """Return the attributes to copy or pickle, without those that belong to the running call."""
         bound = ("hooks", "results", "agreement", "activations", "signals", "inner", "loop_exit")
         return {name: value for name, value in vars(self).items() if name not in bound}
 
     # -- callbacks and loggers -----------------------------------------------------------------------------
 
     def keep_callbacks(self) -> None:
-        """Apply the user's changes to ``trainer.callbacks`` to the Trainer's own callbacks, before a call."""
+        """Keep changes that the user has made to ``trainer.callbacks`` since the last call, for all later calls."""
         # by identity, since a user's callback may define `__eq__`
         shown, now = [*map(id, self.callbacks_at_setup)], [*map(id, self.callbacks)]
         if shown == now:

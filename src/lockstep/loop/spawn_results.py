@@ -97,7 +97,7 @@ def _is_torchs(attribute: str) -> bool:
 
 
 def _build(module: nn.Module) -> dict[str, list[str]]:
-    """Describe layers (class) and parameters and buffers (shape), grouped by the module's attribute."""
+    """Return, for each attribute of the module, lines that describe its layers (class) and tensors (shape)."""
     parts: dict[str, list[str]] = {}
     layers = ((name, type(layer).__qualname__) for name, layer in module.named_modules() if name)
     tensors = ((name, str(tuple(t.shape))) for name, t in chain(module.named_parameters(), module.named_buffers()))

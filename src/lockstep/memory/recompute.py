@@ -63,7 +63,7 @@ def is_recomputing() -> bool:
 
 @contextmanager
 def running_again() -> Iterator[None]:
-    """Disable logging inside the block, whose code also runs a second time."""
+    """Disable logging inside the block, because another run of the same code logs the same values."""
     before, STATE.recomputing = STATE.recomputing, True
     try:
         yield

@@ -151,7 +151,7 @@ def refuse(rank: int, kind: str, name: str) -> NoReturn:
 
 
 class LateRefusal:
-    """Raises if parameters are added to the module or its optimizers, before a step would be wrong.
+    """Raises if parameters are added to the module or its optimizers, before ranks train them differently.
 
     A parameter is refused if it requires a gradient or if an optimizer has it: a new head, a parameter of
     ``weight_norm``, one that ``load_state_dict(assign=True)`` has replaced, a tensor of ``add_param_group``. Frozen

@@ -1,4 +1,4 @@
-"""Batch norm over all ranks with torch's CUDA kernels, which access an activation 8 times, in its own dtype.
+"""Batch norm over all ranks with torch's CUDA kernels, which read or write each activation 8 times, in its dtype.
 
 The CPU's path uses float32 copies, with five times the bytes and three times the kernels. Here too, statistics of
 16-bit inputs are float32. Nothing is copied to the host.
@@ -32,7 +32,7 @@ def takes(input: Tensor) -> bool:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in a layout that the kernels read in one pass: channels last if it is so, else contiguous."""
+    """Return ``tensor`` in a layout that kernels read in one pass: unchanged if channels last, else contiguous."""
     for layout in (torch.channels_last, torch.channels_last_3d):
         if tensor.dim() == (4 if layout is torch.channels_last else 5) and tensor.is_contiguous(memory_format=layout):
             return tensor

@@ -14,10 +14,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 class GatheredCalls:
-    """Gathers the module's own parameters for calls of its layers outside of a step, and frees them afterwards.
+    """Gathers the parameters in the module's own group for layer calls outside of a step, then frees them.
 
     Within a step the module's entry method has gathered the parameters, and the end of a step or an evaluation frees
-    them. Without this class, parameters that a call leaves gathered would be read and written instead of the shards.
+    them. Without this class, later code would read and write parameters that a call has left gathered, not the shards.
 
     Args:
         module: a module with ``fully_shard`` called on it or on some of its layers.

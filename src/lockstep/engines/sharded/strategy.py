@@ -75,12 +75,12 @@ class ShardedStrategy(RankedStrategy):
 
     @staticmethod
     def _take_others(kind: type, others: Mapping[str, object], no_effect: Mapping[str, str]) -> None:
-        """Check the extra keyword arguments (``**others``) of a strategy class."""
+        """Raise if extra keyword arguments (``**others``) of a strategy class are unknown or not supported."""
         known = [*inspect.signature(kind).parameters]
         check_others(kind.__name__, others, known, no_effect)
 
     def _save_in_parts(self, asynchronous: bool = False) -> None:
-        """Write sharded checkpoints, to which each rank writes its part."""
+        """Make this run's checkpoints sharded: each rank writes its part of a checkpoint."""
         self.saves_shards = True
         self.checkpoints = CheckpointWriter(AsyncShardedCheckpointIO() if asynchronous else ShardedCheckpointIO())
 
@@ -252,9 +252,9 @@ def update_one_by_one(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Non
 
 
 def bring_states(module: nn.Module, device: torch.device) -> None:
-    """Move states that are neither parameters nor buffers to the device.
+    """Move states of layers, other than parameters and buffers, to the device.
 
-    They belong to layers that define their own ``_apply`` and have no parameters, such as torchmetrics' objects.
+    Only layers that define ``_apply`` and have no parameters, such as torchmetrics' objects, have such states.
     """
     for layer in module.modules():
         if type(layer)._apply is not nn.Module._apply and next(layer.parameters(), None) is None:
