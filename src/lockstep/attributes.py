@@ -62,7 +62,7 @@ class SessionAttribute(Generic[T]):
 
 
 class Removed:
-    """Descriptor for a method that Lightning 2.0 removed. Access raises an AttributeError with the replacement."""
+    """Descriptor for a method that Lightning 2.0 removed. Access raises an error that names the replacement."""
 
     def __init__(self, instead: str) -> None:
         self._instead = instead
@@ -267,7 +267,7 @@ class Attributes:
     def current_epoch(self) -> int:
         """Current epoch, counted from 0; after a fit the number of finished epochs.
 
-        In a fit that resumes from the end of an epoch, ``on_train_start`` already sees the next epoch.
+        In a fit that resumes from the end of an epoch, ``on_train_start`` already reads the next epoch.
         """
         return self.fit_loop.current_epoch
 

@@ -78,7 +78,7 @@ class LightningDataModule(HyperparametersMixin):
         """Return the training loader, or a dict, list or `CombinedLoader` of several.
 
         Raises:
-            MisconfigurationException: the hook is not overridden. The other loader hooks raise it too.
+            MisconfigurationException: the hook is not overridden. The other loader hooks raise the same error.
         """
         raise self._missing("train_dataloader", "fit")
 
@@ -145,7 +145,7 @@ class LightningDataModule(HyperparametersMixin):
 
         Args:
             checkpoint_path: checkpoint of a fit with this data module: a file or a folder.
-            map_location: device of its tensors, as in `torch.load`.
+            map_location: device of the checkpoint's tensors, as in `torch.load`.
             hparams_file: YAML file of hyperparameters, in place of the checkpoint's.
             weights_only: False: unpickle any object in the file, which may run code; only for files you trust.
             kwargs: arguments of ``__init__``, which override those of the checkpoint.

@@ -282,7 +282,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             name: key in loggers and ``callback_metrics``. With both on_step and on_epoch, the suffix ``_step`` or
                 ``_epoch`` is added.
             value: number, tensor of one element, or torchmetrics object.
-            prog_bar, logger: show it in the progress bar (default False), send it to the loggers (default True).
+            prog_bar, logger: show the value in the progress bar (default False), send it to the loggers (default True).
             on_step: log the newest value; default: True in training hooks.
             on_epoch: log the reduction over the epoch; default: True in evaluation and epoch hooks.
             reduce_fx: reduction over steps and ranks: "mean", "sum", "min" or "max".
@@ -524,12 +524,12 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
         Args:
             checkpoint_path: file or folder written by lockstep or by Lightning 2.x, or a binary file object.
-            map_location: device of its tensors and of the module, as in ``torch.load``. By default the device that
-                they were saved from, or the CPU if there is no such device.
+            map_location: device of the checkpoint's tensors and of the module, as in ``torch.load``. By default the
+                device that the tensors were saved from, or the CPU if there is no such device.
             hparams_file: YAML or CSV file of hyperparameters, in place of the checkpoint's.
             strict: True if names of weights must match exactly; default: the module's ``strict_loading``.
             weights_only: False: unpickle any object in the file, which may run code; only for files you trust.
-            **kwargs: arguments of ``__init__``, which override or complete the saved ones.
+            **kwargs: arguments of ``__init__``, which override or complete the saved arguments.
 
         Raises:
             CorruptCheckpoint: the file is truncated, altered, or not a checkpoint.

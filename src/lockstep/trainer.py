@@ -158,8 +158,8 @@ class Trainer(Attributes):
             waits where, and what the others do. None: never.
         hang_kill: time after which such a run is ended; if ranks have provably diverged, it is ended at once. None:
             never.
-        **others: flags of Lightning 0.4 to 1.9, translated with a warning (``names/old_flags.py``); any other is an
-            error.
+        **others: flags of Lightning 0.4 to 1.9, translated with a warning (``names/old_flags.py``); any other flag is
+            an error.
 
     Raises:
         MisconfigurationException: an argument has a wrong value, or arguments contradict each other.

@@ -232,7 +232,7 @@ class Collectives:
     Attributes:
         world: rank and world size of this process.
         device: device of this rank's tensors.
-        absent: ranks without samples for the current micro-batch, while other ranks run user code that these do not.
+        absent: ranks without samples for the current micro-batch; set while the other ranks run user code without them.
     """
 
     def __init__(self) -> None:
@@ -303,7 +303,7 @@ class Collectives:
 
         Args:
             tensor: a tensor of the same shape and dtype on all ranks.
-            group: process group to reduce over; None: all ranks.
+            group: process group to reduce over; None means all ranks.
             reduce_op: "mean" or "avg", "sum", "min", "max", or the ``ReduceOp`` of that name; None is the sum.
         """
         if self.world.size == 1:

@@ -110,10 +110,10 @@ def _declared(kind: type) -> bool | None:
 
 
 def check_parameter_wise(optimizers: Iterable[Optimizer]) -> None:
-    """Check that every optimizer updates each parameter independently, so that ranks may divide its work.
+    """Raise unless every optimizer updates each parameter independently, so that ranks may divide its work.
 
     Raises:
-        ValueError: an optimizer does not; names its class, the reason and an alternative.
+        ValueError: an optimizer does not; the message names its class, the reason and an alternative.
     """
     for optimizer in with_parameters(optimizers):
         kind = type(optimizer)
@@ -335,7 +335,7 @@ class Owners:
         raise NotImplementedError
 
     def _with_gradient(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the parameters that have a gradient now, after assigning an owner to any without one."""
+        """Return the parameters that have a gradient now, after assigning owners to those without an owner."""
         found = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
         if any(parameter not in self._owners for parameter in found):
             self._assign(found)

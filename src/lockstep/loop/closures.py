@@ -19,8 +19,8 @@ from lockstep.loop.update import Update
 class ByClosure(Automatic):
     """Accumulation windows whose last micro-batch runs in the closure that ``optimizer.step`` calls.
 
-    Each further call of the closure drops the gradients and runs the whole window again. Values logged in the last
-    call count.
+    Each further call of the closure drops the gradients and runs the whole window again. Only values logged in the
+    last call count.
     """
 
     def __init__(self, session: Session, update: Update) -> None:

@@ -64,7 +64,7 @@ class FitEnding:
     def after_window(self) -> bool:
         """Handle stop requests and signals that arrived during a window; return True if the fit ends here.
 
-        Called only if there is a request. It may be on one rank alone, so this is collective only for flags that all
+        Called only if there is a request, possibly on one rank alone. So it is collective only for flags that all
         ranks have agreed on.
         """
         session = self._session

@@ -169,7 +169,7 @@ class EvaluationLoop:
             strategy.sync_gradients = outer_sync
 
     def _warn_of_unread(self, returned: dict[str, Any]) -> None:
-        """Warn if an evaluation logged nothing but its step returned numbers, as scripts for old Lightning do."""
+        """Warn if a step returned numbers, as for old Lightning, in an evaluation in which nothing was logged."""
         step, end = f"{self.name}_step", f"on_{self.name}_batch_end"
         numbers = []
         for key, value in returned.items():

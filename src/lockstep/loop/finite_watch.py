@@ -82,13 +82,13 @@ class NonFiniteNumber:
 class FiniteWatch:
     """Watches a fit for NaN and infinite values. Steps do not wait for the device.
 
-    A loss on the CPU is read at once. Losses on a device are kept until the loop reads numbers of the device anyway.
+    A loss on the CPU is read at once. Losses on a device are kept until the loop reads other numbers from the device.
     Weights are searched after a loss that is not finite, before a validation, at the end of an epoch, and before a
-    checkpoint is written. Ranks agree by a flag, and decide together.
+    checkpoint is written. A flag makes all ranks decide together.
 
     Attributes:
         is_active: True if a fit runs, and ``Trainer(non_finite=...)`` is not "ignore".
-        has_found: True if this rank has found a number that has not been judged yet.
+        has_found: True if this rank has found a non-finite number, until `raise_or_warn` handles it.
         at_start: parameters and buffers that were not finite when the run started; they are not searched.
         newest_checkpoint: path of the last checkpoint that was written, or that the fit continues from.
     """

@@ -1,8 +1,9 @@
 """Packing of a rank's logged values into one tensor (a row), and reduction of the ranks' rows.
 
-A row starts with a header of five numbers: a hash of the names, their number, both again negated, and a flag for the
-reduction of each step. After the header are the values, their weights, and the micro-batches of step values (0 for an
-epoch's). A row has room for more names than there are, so that ranks with different names can be combined.
+A row starts with a header of five numbers: a hash of the names, the number of names, the negatives of both, and a flag
+for the reduction of each step. After the header are the values, their weights, and the micro-batches of step values (0
+for values of an epoch). A row has room for more names than there are, so that ranks with different names can be
+combined.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Rows:
     Args:
         ops: the reduction of each name, as in `NEUTRAL`.
         capacity: number of names that fit into a row.
-        steps: True for values of single steps: then those of the newest micro-batch count.
+        steps: True for values of single steps, of which only those of the newest micro-batch count.
     """
 
     ops: Sequence[str]

@@ -289,7 +289,7 @@ class LogCollector:
     def epoch_so_far(self, loader: int = -1) -> list[tuple[Entry, str, Tensor]]:
         """Return this rank's on_epoch values since the last :meth:`reduce_epoch`, without a reduction over the ranks.
 
-        torchmetrics objects are omitted if there are several ranks or loaders, because their value depends on all.
+        torchmetrics objects are omitted if there are several ranks or loaders, because all contribute to their values.
 
         Args:
             loader: only values of this loader; -1: values without a loader number.

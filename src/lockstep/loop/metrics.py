@@ -53,7 +53,7 @@ def restore_states(saved: Snapshot) -> None:
 class StatesByLoader:
     """States of metrics after each loader of an evaluation with several loaders.
 
-    One metric object may be logged from several loaders. It is reset after each loader.
+    A metric object may be logged from several loaders, and is reset after each loader.
     """
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ def find_metric(module: nn.Module, name: str) -> Metric | None:
 
 
 def load_metric(metric: Metric, saved: list[dict[str, Any]]) -> None:
-    """Load the state of a torchmetrics object from one saved rank, or merge the states of several."""
+    """Load the state of a torchmetrics object from one saved rank, or merge the states of several ranks."""
     reductions = {key: getattr(reduce, "__name__", "") for key, reduce in metric._reductions.items()}
     if len(saved) > 1 and not set(reductions.values()) <= MERGES.keys():
         warn_once(

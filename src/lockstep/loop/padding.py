@@ -1,8 +1,8 @@
 """Padding batches, which a rank without samples runs, and after which its module's state is restored.
 
 Manual optimization runs ``training_step`` on every rank, even if a rank has no samples of a batch: the rank then gets a
-sample of another rank. An engine whose forwards communicate needs this in evaluations too. Restored are, in the module
-and all modules inside it:
+sample of another rank. An engine whose forwards communicate needs padding batches in evaluations too. Restored
+are, in the module and all modules inside it:
 
 - buffers, and the random states of this process;
 - metrics of torchmetrics, as submodules or anywhere in the following;

@@ -123,7 +123,7 @@ class SavedRanks:
 
     @property
     def of_replicas(self) -> list[RankEntry]:
-        """Entry of the first rank in each replica."""
+        """For each replica, the entry of its first rank."""
         return [self.parts[self.of_rank.index(replica)] for replica in range(self.count)]
 
     @property
@@ -290,7 +290,7 @@ class RunBatches:
             holds: True if engine and optimizers can continue with the gradients of the current window.
 
         Returns:
-            the entry, without what does not apply because the current window is repeated.
+            the entry; if the current window is repeated, without the parts that then do not apply.
         """
         saved, self.saved = self.saved, None
         found = feed.counting
@@ -359,8 +359,8 @@ ModuleFlags = dict[str, Flags]
 class HookChanges:
     """Changes of ``requires_grad`` and of train or eval mode that hooks made since training started.
 
-    A checkpoint saves them, because a hook at the start of an epoch does not run again after a resume in that epoch
-    or later.
+    A checkpoint saves the changes, because a hook at the start of an epoch does not run again after a resume in that
+    epoch or later.
 
     Attributes:
         outside: the mode of each submodule before the current evaluation; None outside of evaluations.

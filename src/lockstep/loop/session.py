@@ -177,7 +177,7 @@ class Session:
         loop_exit: closed when the loop of the call has ended.
         ckpt_path: the checkpoint that the call continues from.
         should_stop: True if this rank requests the end of the fit.
-        interruption: "Ctrl-C" or "SIGTERM" if one has ended the call.
+        interruption: "Ctrl-C" or "SIGTERM" if the call ends because of it.
         is_padding: True if the current batch replaces samples that this rank does not have.
         signals: signal handling of the running fit; None in an evaluation and in a trial of the Tuner.
         stop_flag, interrupt_flag, not_finite_flag: bits of ``agreement``.
@@ -277,7 +277,7 @@ class Session:
         return made
 
     def interrupt(self, by: str | None) -> None:
-        """Request the end of the call, and of a trial inside it, at the next boundary. None cancels the request."""
+        """Request the end of the call, and of a trial inside it, when possible; ``by=None`` cancels the request."""
         self.interruption = by
         self.should_stop = self.should_stop or by is not None
         if self.inner is not None:

@@ -48,7 +48,8 @@ class SpawnResults:
             or changed; None if the ranks have only parts of them.
         weights: the module's unsharded state dict, on the CPU.
         attributes: the module's other attributes.
-        callbacks: the callbacks, in the Trainer's order; for one that cannot be pickled, its attributes that can.
+        callbacks: the callbacks, in the Trainer's order; a callback that cannot be pickled is replaced by a dict of
+            those attributes that can be pickled.
         progress: counters of the fit.
         published: the metrics that users read.
         state: last state of the Trainer.
@@ -127,7 +128,8 @@ def in_turns(parts: list[list[Any]], several: bool) -> list[Any]:
 def call_in_copy(session: Session) -> Callable[..., SpawnResults]:
     """Return the function that forked processes call instead of :func:`call`.
 
-    It resets what belongs to the parent process in the Trainer and its parts, as pickling would.
+    The function first resets attributes of the Trainer and its parts that belong to the parent process, as pickling
+    would.
     """
     if session.state.fn == "fit":  # torch's optimizers import it, which takes a second: once here, not in each copy
         import torch._dynamo  # noqa: F401

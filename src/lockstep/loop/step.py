@@ -2,7 +2,8 @@
 
 Once per fit, `FitLoop.make_step` chooses the class that runs accumulation windows: `Automatic`, `ByClosure`
 (`loop/closures.py`), `Manual` or `Ahead`. The method ``window`` of each class runs a whole window. The base class
-`Step` has what all share: start and end of a micro-batch, its loss and backward. The update is in `loop/update.py`.
+`Step` has the methods that all share: for start and end of a micro-batch, its loss and its backward. The update is in
+`loop/update.py`.
 """
 
 from __future__ import annotations
@@ -335,7 +336,7 @@ class Step:
         """Count a micro-batch and call ``on_train_batch_end``.
 
         Args:
-            outputs: first argument of the hooks.
+            outputs: first argument of ``on_train_batch_end``.
             micro_batch: the micro-batch that has ended.
             done: number of micro-batches to count.
         """

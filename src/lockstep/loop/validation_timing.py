@@ -16,7 +16,8 @@ class ValidationTiming:
     """Decides when a fit validates.
 
     Attributes:
-        every: training batches between two validations; infinite: at the epoch's end; None: by time, or not known yet.
+        every: number of training batches between two validations; infinity: only at an epoch's end; None: by time, or
+            not known yet.
     """
 
     def __init__(self, session: Session) -> None:

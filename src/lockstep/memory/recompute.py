@@ -153,7 +153,7 @@ class Recomputed:
 
     Attributes:
         layer: the layer.
-        contexts: creates the contexts in which some outputs are stored; None: none are.
+        contexts: creates the contexts in which some outputs are stored; None: no outputs are stored.
         own: a ``forward`` that was in the layer's attributes before.
     """
 

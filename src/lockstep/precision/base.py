@@ -153,7 +153,7 @@ class LossScaler:
         """Lower the scale if gradients have overflowed since the last call; otherwise count towards raising it.
 
         Args:
-            optimizer: use only the records about this optimizer, and keep others for a later call. None: use all.
+            optimizer: use only the records about this optimizer, and keep the others for a later call; None: use all.
         """
         states = self._grad_scaler._per_optimizer_states
         others = {key: states.pop(key) for key in [*states] if optimizer is not None and key != id(_plain(optimizer))}

@@ -155,7 +155,7 @@ class LateRefusal:
 
     A parameter is refused if it requires a gradient or if an optimizer has it: a new head, a parameter of
     ``weight_norm``, one that ``load_state_dict(assign=True)`` has replaced, a tensor of ``add_param_group``. Frozen
-    parameters outside of optimizers may be added. Among buffers only the masks of ``torch.nn.utils.prune`` may.
+    parameters outside of optimizers may be added. Of buffers, only the masks of ``torch.nn.utils.prune`` may be added.
 
     Args:
         module: the module of the run.

@@ -603,7 +603,7 @@ def gathered(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
 
     Args:
         state: a state dict with DTensors, with the same keys on all ranks.
-        keep: True on ranks that get the values; elsewhere each is replaced by a tensor on the meta device.
+        keep: True on ranks that get the values; other ranks get tensors on the meta device instead.
     """
     from torch.distributed.tensor import DTensor
 

@@ -23,7 +23,7 @@ class GatheredCalls:
         module: a module with ``fully_shard`` called on it or on some of its layers.
         is_busy: returns True while a step or a backward runs.
         free: frees gathered parameters.
-        within: support calls after a backward within a step too, as in manual optimization.
+        within: also support calls after a backward within a step, as in manual optimization.
     """
 
     def __init__(self, module: nn.Module, is_busy: Callable[[], bool], free: Callable[[], None], within: bool) -> None:

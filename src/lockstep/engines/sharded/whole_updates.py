@@ -112,7 +112,7 @@ class WholeUpdates(Owners):
         return found
 
     def boxes(self, parameter: Tensor) -> list[Box]:
-        """Return the range of a parameter that each rank's shard covers."""
+        """Return, for each rank, the range of a parameter that the rank's shard covers."""
         found: list[Box] = self._boxes[parameter]
         return found
 
