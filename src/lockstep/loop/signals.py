@@ -87,7 +87,7 @@ class Signals:
 
     @contextmanager
     def handle(self) -> Iterator[None]:
-        """Handle signals in the ``with`` block. A SIGTERM that the fit did not handle is sent again after it."""
+        """Handle signals in the ``with`` block; after the block, send a SIGTERM again that the fit did not handle."""
         asks = () if self.job is None else self.job.asks
         numbers = asks if is_under_lockstep() else (*asks, int(signal.SIGTERM))
         try:
