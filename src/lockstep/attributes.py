@@ -62,7 +62,7 @@ class SessionAttribute(Generic[T]):
 
 
 class Removed:
-    """Descriptor for a method that Lightning 2.0 removed. Access raises an AttributeError with the replacement."""
+    """Descriptor for a method that Lightning 2.0 removed. Access raises an error that names the replacement."""
 
     def __init__(self, instead: str) -> None:
         self._instead = instead
@@ -75,7 +75,7 @@ class Removed:
 
 
 def _loaders(given: object) -> Any:
-    """Return the user's loaders; for a CombinedLoader the loaders inside it, as in Lightning."""
+    """Return ``given``, the user's loaders; if it is a CombinedLoader, the loaders inside it, as in Lightning."""
     return given.iterables if isinstance(given, CombinedLoader) else given
 
 
@@ -187,17 +187,17 @@ class Attributes:
 
     @property
     def global_rank(self) -> int:
-        """Rank of this process among all, from 0."""
+        """Rank of this process among all processes, counted from 0."""
         return self.strategy.world.rank
 
     @property
     def local_rank(self) -> int:
-        """Rank of this process among those of its node, from 0."""
+        """Rank of this process among the processes on its node, counted from 0."""
         return self.strategy.world.local_rank
 
     @property
     def node_rank(self) -> int:
-        """Number of this node, from 0."""
+        """Index of this node, counted from 0."""
         return self.strategy.world.node_rank
 
     @property
@@ -217,7 +217,7 @@ class Attributes:
 
     @property
     def device_ids(self) -> list[int]:
-        """Numbers of the devices that the run uses on this node; on the CPU the processes are counted."""
+        """Indices of the devices that the run uses on this node; on the CPU, the node's local ranks."""
         devices = self.strategy.devices
         if self.strategy.root_device.type == "cpu" and not self.strategy.drives_all_devices:
             return list(range(self.strategy.world.local_size))  # a launcher may have started more than `devices`
@@ -267,7 +267,7 @@ class Attributes:
     def current_epoch(self) -> int:
         """Current epoch, counted from 0; after a fit the number of finished epochs.
 
-        In a fit that resumes from the end of an epoch, ``on_train_start`` already sees the next epoch.
+        In a fit that resumes from the end of an epoch, ``on_train_start`` already reads the next epoch.
         """
         return self.fit_loop.current_epoch
 
@@ -283,7 +283,7 @@ class Attributes:
 
     @property
     def is_padding_batch(self) -> bool:
-        """True during a padding batch, which repeats samples on a rank that has none left. Do not count the batch.
+        """True during a padding batch, which repeats samples on a rank that has none left. Exclude it from counts.
 
         Padding batches occur on several ranks if the last samples of an epoch do not suffice for all: under manual
         optimization, and under FSDP, also in evaluations, because all ranks must run each forward together.
@@ -367,13 +367,16 @@ class Attributes:
 
     @property
     def num_sanity_val_steps(self) -> int | float:
-        """Number of batches of each validation loader in the sanity check; infinite: all."""
+        """Number of batches that the sanity check runs from each validation loader; infinity means all."""
         steps = self.config.num_sanity_val_steps
         return math.inf if steps == -1 else steps
 
     @property
     def val_check_batch(self) -> int | float | None:
-        """Training batches between two validations; infinite: at the end of an epoch; None: by time, or unknown yet."""
+        """Number of training batches between two validations.
+
+        Infinity if validations run at the end of an epoch; None if they run by time, or if the number is unknown yet.
+        """
         return self.fit_loop.timing.every
 
     @property
@@ -431,7 +434,7 @@ class Attributes:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches per optimizer step in the current epoch. A resume on more or fewer ranks may change it."""
+        """Number of micro-batches per optimizer step in this epoch; a resume with more or fewer ranks may change it."""
         accumulate = self.config.accumulation(self.current_epoch)
         feed = self.session.fit.feed
         return accumulate if feed is None else feed.counting.micro(accumulate)
@@ -463,7 +466,7 @@ class Attributes:
         return self.session.callback_metrics()
 
     def memory(self) -> MemoryUse:
-        """Return this rank's memory use by kind: now, or after a fit as it was at its end.
+        """Return this rank's current memory use by kind; after a fit, the memory use when the fit ended.
 
         Activations are those of the first micro-batch of the fit.
 
@@ -532,7 +535,7 @@ class Attributes:
 
     @property
     def default_root_dir(self) -> str:
-        """Folder of logs and checkpoints by default."""
+        """Default folder for logs and checkpoints."""
         return self.config.default_root_dir
 
     @property

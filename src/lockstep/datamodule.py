@@ -69,7 +69,7 @@ class LightningDataModule(HyperparametersMixin):
     # -- in the order in which the Trainer calls them
 
     def prepare_data(self) -> None:
-        """Download, tokenize, write to disk. It runs in one process: attributes set here are missing in others."""
+        """Download and unpack data, in one process per node. The other processes do not get attributes set here."""
 
     def setup(self, stage: str) -> None:
         """Build data sets and splits, in every process."""
@@ -78,7 +78,7 @@ class LightningDataModule(HyperparametersMixin):
         """Return the training loader, or a dict, list or `CombinedLoader` of several.
 
         Raises:
-            MisconfigurationException: the hook is not overridden. The other loader hooks raise it too.
+            MisconfigurationException: the hook is not overridden. The other loader hooks raise the same error.
         """
         raise self._missing("train_dataloader", "fit")
 
@@ -95,7 +95,7 @@ class LightningDataModule(HyperparametersMixin):
         raise self._missing("predict_dataloader", "predict")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return a batch, changed as needed, before it moves to the device."""
+        """Change a batch before its transfer to the device, and return it. By default, the batch does not change."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -107,7 +107,7 @@ class LightningDataModule(HyperparametersMixin):
         return move_data_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return a batch, changed as needed, that is on the device."""
+        """Change a batch after its transfer to the device, and return it. By default, the batch does not change."""
         return batch
 
     def on_exception(self, exception: BaseException) -> None:
@@ -145,7 +145,7 @@ class LightningDataModule(HyperparametersMixin):
 
         Args:
             checkpoint_path: checkpoint of a fit with this data module: a file or a folder.
-            map_location: device of its tensors, as in `torch.load`.
+            map_location: device of the checkpoint's tensors, as in `torch.load`.
             hparams_file: YAML file of hyperparameters, in place of the checkpoint's.
             weights_only: False: unpickle any object in the file, which may run code; only for files you trust.
             kwargs: arguments of ``__init__``, which override those of the checkpoint.
@@ -230,7 +230,7 @@ class LightningDataModule(HyperparametersMixin):
 
 
 def _sizes(hook: Callable[[], object]) -> str:
-    """Return the data set lengths for one loader hook as text; "None" if the hook raises."""
+    """Return as text the lengths of the data sets of the loaders from ``hook``; "None" if ``hook`` raises."""
     try:
         loaders, _ = flatten(hook())
     except Exception:  # the hook of another stage: its data is not set up, or there is none

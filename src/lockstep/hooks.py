@@ -13,7 +13,7 @@ from lockstep.ground.types import STEP_OUTPUT
 
 
 class ModuleHooks:
-    """Hooks of a LightningModule. Override those that you need: they run after the same hook of the callbacks.
+    """Hooks of a LightningModule, for a model to override. Each runs after the callbacks' hooks of the same name.
 
     Attributes:
         prepare_data_per_node: :meth:`prepare_data` runs once per node (True) or once in total (False).
@@ -24,13 +24,13 @@ class ModuleHooks:
     # -- a run ---------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Download and unpack data. It runs in one process per node; attributes set here are missing in the others."""
+        """Download and unpack data, in one process per node. The other processes do not get attributes set here."""
 
     def setup(self, stage: str) -> None:
         """Build what depends on the data, in every process. ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """Clean up. It runs as the last hook of a call, with the ``stage`` of :meth:`setup`."""
+        """Clean up. Runs as the last hook of a call, with the ``stage`` that :meth:`setup` got."""
 
     def configure_model(self) -> None:
         """Create layers in every process, before weights are loaded and the strategy shards them.
@@ -81,16 +81,16 @@ class ModuleHooks:
         """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Run after a window's first forward, before the previous window's gradients are set to None."""
+        """Run after an accumulation window's first forward, before the previous window's gradients become None."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Run before a backward; ``loss`` is multiplied by the micro-batch's share of the window."""
+        """Run before the backward of ``loss``, already multiplied by the micro-batch's share of the window."""
 
     def on_after_backward(self) -> None:
-        """Run after each backward. After the last backward in a window, gradients are reduced over the ranks."""
+        """Run after each backward; after an accumulation window's last one, gradients are reduced over the ranks."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Run once per window, before clipping; ``.grad`` has the gradient of the whole window.
+        """Run once per accumulation window, before clipping; ``.grad`` has the gradient of the whole window.
 
         Example::
 
@@ -122,7 +122,7 @@ class ModuleHooks:
         """Run after a validation batch; ``outputs`` is what ``validation_step`` returned."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Set the gradients to None before a validation at the end of a window, to free their memory."""
+        """Set the gradients to None before a validation after an optimizer step, to free their memory."""
         self.zero_grad()  # type: ignore[attr-defined]
 
     def on_validation_model_eval(self) -> None:
@@ -130,7 +130,7 @@ class ModuleHooks:
         self.eval()  # type: ignore[attr-defined]
 
     def on_validation_model_train(self) -> None:
-        """Restore the modes after a validation. By default each submodule returns to its previous mode."""
+        """Restore train and eval modes after a validation; by default, each submodule returns to its previous mode."""
         self.train()  # type: ignore[attr-defined]
 
     def on_test_start(self) -> None:
@@ -156,7 +156,7 @@ class ModuleHooks:
         self.eval()  # type: ignore[attr-defined]
 
     def on_test_model_train(self) -> None:
-        """Restore the modes after a test. By default each submodule returns to its previous mode."""
+        """Restore train and eval modes after a test; by default, each submodule returns to its previous mode."""
         self.train()  # type: ignore[attr-defined]
 
     def on_predict_start(self) -> None:
@@ -184,7 +184,7 @@ class ModuleHooks:
     # -- data ----------------------------------------------------------------------------------------------
 
     def train_dataloader(self) -> Any:
-        """Return the training loader, or a dict or list of loaders. lockstep distributes its samples over the ranks.
+        """Return the training loader, or a dict or list of loaders. lockstep distributes the samples over the ranks.
 
         Example::
 
@@ -206,7 +206,7 @@ class ModuleHooks:
         raise NotImplementedError("`predict_dataloader` is not defined")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return a batch, changed as needed, before it moves to the device."""
+        """Change a batch before its transfer to the device, and return it. By default, the batch does not change."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -218,7 +218,7 @@ class ModuleHooks:
         return move_data_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return a batch, changed as needed, that is on the device."""
+        """Change a batch after its transfer to the device, and return it. By default, the batch does not change."""
         return batch
 
     # -- checkpoints ---------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters; if they are on several, the one on which steps run."""
+        """Device of the parameters; if they are on several devices, the device on which steps run."""
         strategy = getattr(self._trainer, "strategy", None)  # `_seen_by_torchscript` sets a plain object as Trainer
         device: torch.device | None = getattr(strategy, "step_device", None)
         if strategy is not None and device is not None and strategy.module is self:
@@ -108,7 +108,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the first floating-point parameter; without one torch's default dtype."""
+        """Dtype of the first floating-point parameter; torch's default dtype if there is no such parameter."""
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     @property
@@ -128,12 +128,12 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def global_rank(self) -> int:
-        """Rank of this process among all; 0 without a Trainer."""
+        """Rank of this process among all processes; 0 without a Trainer."""
         return self._trainer.global_rank if self._trainer is not None else 0
 
     @property
     def local_rank(self) -> int:
-        """Rank of this process among those of its node; 0 without a Trainer."""
+        """Rank of this process among the processes on its node; 0 without a Trainer."""
         return self._trainer.local_rank if self._trainer is not None else 0
 
     @property
@@ -143,7 +143,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def loggers(self) -> list[Logger]:
-        """Loggers of the Trainer; empty without one."""
+        """Loggers of the Trainer; an empty list without a Trainer."""
         return self._trainer.loggers if self._trainer is not None else []
 
     @property
@@ -158,7 +158,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def automatic_optimization(self) -> bool:
-        """True (default) if the loop calls backward and the optimizer. Set it to False to do so in ``training_step``.
+        """True (default) if the loop runs backward and steps the optimizer; if False, ``training_step`` must do both.
 
         Example::
 
@@ -189,7 +189,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def example_input_array(self) -> Any:
-        """Example input for ``forward`` (a tuple for several), used by the model summary, loggers and exports."""
+        """Example input for ``forward``, or a tuple of its arguments; for the model summary, loggers and exports."""
         return self._example_input_array
 
     @example_input_array.setter
@@ -237,7 +237,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         return self(kwargs.get("batch", args[0] if args else None))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Create the optimizers and schedulers. It runs once per fit, when the parameters are on their device.
+        """Create the optimizers and schedulers. Called once per fit, when the parameters are on their device.
 
         Returns:
             an optimizer; a list of them; a pair of lists (optimizers, schedulers); or a dict with ``"optimizer"`` and
@@ -254,7 +254,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         raise NotImplementedError("`configure_optimizers` is not defined")
 
     def configure_callbacks(self) -> Any:
-        """Return a callback or a list of them. Each replaces the Trainer's callbacks of the same type."""
+        """Return a callback or a list of callbacks. Each callback replaces the Trainer's callbacks of the same type."""
         return []
 
     # -- logging -------------------------------------------------------------------------------------------
@@ -276,13 +276,13 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a value. Means are weighted by the number of samples, over the epoch and over the ranks.
+        """Log a value. A mean over the epoch or over the ranks is weighted by the number of samples.
 
         Args:
             name: key in loggers and ``callback_metrics``. With both on_step and on_epoch, the suffix ``_step`` or
                 ``_epoch`` is added.
             value: number, tensor of one element, or torchmetrics object.
-            prog_bar, logger: show it in the progress bar (default False), send it to the loggers (default True).
+            prog_bar, logger: show the value in the progress bar (default False), send it to the loggers (default True).
             on_step: log the newest value; default: True in training hooks.
             on_epoch: log the reduction over the epoch; default: True in evaluation and epoch hooks.
             reduce_fx: reduction over steps and ranks: "mean", "sum", "min" or "max".
@@ -377,7 +377,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     # -- optimization --------------------------------------------------------------------------------------
 
     def optimizers(self, use_pl_optimizer: bool = True) -> OneOptimizerOrSeveral:
-        """Return the optimizer from ``configure_optimizers``, or a list of several.
+        """Return the optimizer from ``configure_optimizers``; a list if there are several.
 
         Args:
             use_pl_optimizer: True: wrappers whose ``step`` runs the hooks and is counted; False: torch's optimizers.
@@ -388,7 +388,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         return cast("OneOptimizerOrSeveral", either)
 
     def lr_schedulers(self) -> LRSchedulerTypeUnion | list[LRSchedulerTypeUnion] | None:
-        """Return the scheduler from ``configure_optimizers``, a list of several, or None."""
+        """Return the scheduler from ``configure_optimizers``; a list if there are several; None if there is none."""
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not found else found[0] if len(found) == 1 else found
 
@@ -461,7 +461,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients at the end of a window. Override it for another kind of clipping.
+        """Clip gradients at the end of an accumulation window. Override it for another kind of clipping.
 
         Example::
 
@@ -473,7 +473,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Step the optimizer at the end of a window.
+        """Step the optimizer at the end of an accumulation window.
 
         An override must run ``optimizer_closure``, which runs the last forward and backward of the window, or pass it
         to ``optimizer.step``.
@@ -488,11 +488,11 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Set the gradients of the last window to None."""
+        """Set the gradients of the last accumulation window to None."""
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: LRSchedulerTypeUnion, metric: SupportsFloat | None) -> None:
-        """Step a scheduler; ``metric`` is the value that it monitors, or None."""
+        """Step a scheduler; ``metric`` is the value that the scheduler monitors, or None."""
         if metric is None and not isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step()
         else:
@@ -524,12 +524,12 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
         Args:
             checkpoint_path: file or folder written by lockstep or by Lightning 2.x, or a binary file object.
-            map_location: device of its tensors and of the module, as in ``torch.load``. By default the device that
-                they were saved from, or the CPU if there is no such device.
+            map_location: device of the checkpoint's tensors and of the module, as in ``torch.load``. By default the
+                device that the tensors were saved from, or the CPU if there is no such device.
             hparams_file: YAML or CSV file of hyperparameters, in place of the checkpoint's.
             strict: True if names of weights must match exactly; default: the module's ``strict_loading``.
             weights_only: False: unpickle any object in the file, which may run code; only for files you trust.
-            **kwargs: arguments of ``__init__``, which override or complete the saved ones.
+            **kwargs: arguments of ``__init__``, which override or complete the saved arguments.
 
         Raises:
             CorruptCheckpoint: the file is truncated, altered, or not a checkpoint.
@@ -599,7 +599,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     @torch.no_grad()
     @contextmanager
     def _seen_by_torchscript(self) -> Iterator[None]:
-        """Let TorchScript read all properties in the ``with`` block; without a Trainer some would raise."""
+        """Let TorchScript read all properties in the ``with`` block, also those that raise without a Trainer."""
         # properties that need a Trainer now raise AttributeError, which torch skips, and not RuntimeError
         trainer, self._trainer = self._trainer, object()  # type: ignore[assignment]
         try:
@@ -619,7 +619,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         )
 
     def to_tensorrt(self, *args: object, **kwargs: object) -> Any:
-        """Raise an error, because TensorRT is not supported. It reads the files that :meth:`to_onnx` writes.
+        """Raise an error, because TensorRT is not supported. TensorRT can read the files that :meth:`to_onnx` writes.
 
         Raises:
             NotImplementedError: always.
@@ -630,7 +630,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         )
 
     def _sample(self, given: object) -> Any:
-        """Return an example input for ``forward``, after the batch transfer hooks, on the module's device."""
+        """Return an example input for ``forward``, moved to the module's device by the batch transfer hooks."""
         sample = self.example_input_array if given is None else given
         if sample is None:
             raise MisconfigurationException(
@@ -654,7 +654,7 @@ LightningModule.__jit_unused_properties__ = [
 
 
 def check_weights(checkpoint: dict[str, Any], path: str | PathLike[str]) -> None:
-    """Raise CorruptCheckpoint if a file that torch can read is not a checkpoint of a run."""
+    """Raise CorruptCheckpoint if ``checkpoint``, which torch read from ``path``, has no "state_dict"."""
     if "state_dict" not in checkpoint:
         raise CorruptCheckpoint(
             f"{str(path)!r} is not a checkpoint of lockstep or Lightning: it has no 'state_dict' (its keys: "

@@ -158,8 +158,8 @@ class Trainer(Attributes):
             waits where, and what the others do. None: never.
         hang_kill: time after which such a run is ended; if ranks have provably diverged, it is ended at once. None:
             never.
-        **others: flags of Lightning 0.4 to 1.9, translated with a warning (``names/old_flags.py``); any other is an
-            error.
+        **others: flags of Lightning 0.4 to 1.9, translated with a warning (``names/old_flags.py``); any other flag is
+            an error.
 
     Raises:
         MisconfigurationException: an argument has a wrong value, or arguments contradict each other.
@@ -371,10 +371,10 @@ class Trainer(Attributes):
         goal: Literal["speed", "memory"] = "speed",
         blocks: Sequence[str] = (),
     ) -> Planned:
-        """Predict memory and seconds of a step under each way to train ``model`` on this Trainer's devices.
+        """Predict the memory and the time of a training step of ``model``, for each way to use this Trainer's devices.
 
-        Nothing is trained. If the model fits, some steps are measured on this device and undone; otherwise seconds
-        come from a cost model.
+        Nothing is trained. If the model fits, some steps are measured on this device and undone; otherwise the
+        times come from a cost model.
 
         Args:
             model: module to plan for; it is unchanged after the call.
@@ -583,7 +583,7 @@ class Trainer(Attributes):
             export.write(folder, export.named_as_in_files(found, prefix, values), found, max_shard_size, tokenizer)
 
     def _saved_session(self, call: str) -> Session:
-        """Return the session to save: the Trainer's, or one with the weights that other processes returned."""
+        """Return the session to save: the Trainer's own, or a copy with the weights that spawned processes returned."""
         if self._spawns and self.session.has_returned:
             from lockstep.loop import spawn_results  # spawned ranks alone have results to bring here
 

@@ -122,7 +122,7 @@ class SynchronizedNorms:
 
 
 class WindowBuffers:
-    """Buffers that each rank updates from its own samples within a window, and that are then set to rank 0's.
+    """Buffers that each rank updates from its own samples in an accumulation window; then they become rank 0's.
 
     Args:
         module: module of the fit.
@@ -145,7 +145,7 @@ class WindowBuffers:
 
     @contextmanager
     def rank_0_values(self) -> Iterator[None]:
-        """Use rank 0's buffers on every rank inside the block; within a window, restore each rank's own. Collective."""
+        """Use rank 0's buffers on all ranks inside the block; within a window, restore each rank's own. Collective."""
         if self.due or not self.differ:
             self.align()
             yield

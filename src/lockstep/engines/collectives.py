@@ -53,12 +53,12 @@ class ReplicaMap:
 
     @property
     def columns(self) -> list[tuple[int, ...]]:
-        """Tuples of ranks with the same position in their replicas. All replicas must have the same size."""
+        """For each position in a replica, the ranks at this position. All replicas must have the same size."""
         return list(zip(*self.rows, strict=True))
 
     @property
     def rows(self) -> list[tuple[int, ...]]:
-        """Ranks of each replica, by replica."""
+        """For each replica, the ranks that belong to it."""
         return [self.ranks([replica]) for replica in range(self.count)]
 
     def ranks(self, replicas: Sequence[int]) -> tuple[int, ...]:
@@ -100,7 +100,10 @@ class ReplicaMap:
 
 
 def column_group(replicas: ReplicaMap, timeout: timedelta) -> comm.Group:
-    """Create a process group with one rank per replica, including this rank, so that samples count once. Collective."""
+    """Create a process group of this rank and its counterpart in each other replica. Collective.
+
+    A reduction over the group counts each sample once.
+    """
     if replicas.count == comm.world_size():
         everyone: comm.Group = dist.new_group(timeout=timeout)
         return everyone
@@ -108,7 +111,7 @@ def column_group(replicas: ReplicaMap, timeout: timedelta) -> comm.Group:
 
 
 def group_among(parts: Sequence[Sequence[int]], timeout: timedelta) -> comm.Group:
-    """Create a process group for each part of the ranks, and return the one with this rank. Collective."""
+    """Create a process group for each list of ranks in ``parts``; return the group with this rank. Collective."""
     made: list[comm.Group] = [dist.new_group(list(ranks), timeout=timeout) for ranks in parts]
     return next(group for ranks, group in zip(parts, made, strict=True) if comm.rank() in ranks)
 
@@ -229,7 +232,7 @@ class Collectives:
     Attributes:
         world: rank and world size of this process.
         device: device of this rank's tensors.
-        absent: ranks without samples for the current micro-batch, while other ranks run user code that these do not.
+        absent: ranks without samples for the current micro-batch; set while the other ranks run user code without them.
     """
 
     def __init__(self) -> None:
@@ -296,11 +299,11 @@ class Collectives:
 
     @does("strategy.reduce")
     def reduce(self, tensor: Tensor | float, group: comm.Group = None, reduce_op: object = "mean") -> Any:
-        """Return the tensor reduced over all ranks; the argument is not changed, and returned on one process.
+        """Return the tensor reduced over all ranks, as a new tensor; on one process, return the argument itself.
 
         Args:
             tensor: a tensor of the same shape and dtype on all ranks.
-            group: process group to reduce over; None: all ranks.
+            group: process group to reduce over; None means all ranks.
             reduce_op: "mean" or "avg", "sum", "min", "max", or the ``ReduceOp`` of that name; None is the sum.
         """
         if self.world.size == 1:
@@ -349,7 +352,7 @@ class Collectives:
         return [obj] if self.world.size == 1 else gather_on_zero(obj, alike)
 
     def gather_on_callers(self, obj: object) -> list[Any]:
-        """Gather one object from each rank on each node's first rank, which returns to the calling process.
+        """Gather one object from each rank on the first rank of each node, which sends results to the calling process.
 
         Collective; see `gather_on`.
         """

@@ -33,7 +33,7 @@ class Diverged(Protocol):
 
 
 class LocalSteps(Protocol):
-    """Optimizer steps with gradients averaged over only some ranks, so that weights differ between averages."""
+    """Optimizer steps with gradients averaged over only some ranks; weights differ until they are averaged over all."""
 
     @property
     def differ(self) -> bool:
@@ -44,7 +44,7 @@ class LocalSteps(Protocol):
         """This rank's own weights."""
 
     def averaged_ranks(self) -> Sequence[int]:
-        """Return the ranks, including this one, over which gradients are averaged in the next round."""
+        """Return the ranks, including this one, over which the next gradient reduction averages."""
 
     def summed_weight(self, weight: Tensor) -> tuple[Tensor, int]:
         """Return the sum of ``weight`` over the ranks whose gradients were averaged, and the number of these ranks.
@@ -114,14 +114,14 @@ class ModelCopies:
             self.buffers = self.buffers if self.own_buffers(module) else None
 
     def forward_begins(self) -> None:
-        """Set buffers to rank 0's before the first training forward of a window. Collective in that case."""
+        """Set buffers to rank 0's if a window's first training forward follows. Collective in that case."""
         if self.buffers is not None:
             if self.buffers.due:
                 self.buffers.align()
             self.buffers.differ = not self.have_diverged
 
     def backward_ends(self, reduced: bool) -> None:
-        """Mark buffers as due for synchronization if the backward was reduced, which ends a window."""
+        """Mark buffers for synchronization if the backward reduced gradients, which ends an accumulation window."""
         if self.buffers is not None:
             self.buffers.due = reduced and not self.have_diverged
 
@@ -144,7 +144,7 @@ class ModelCopies:
 
     @contextmanager
     def one_model(self) -> Iterator[None]:
-        """Give every rank the model of a checkpoint inside the block, and restore each rank's own afterwards.
+        """Give every rank the model that a checkpoint saves inside the block; then restore each rank's own model.
 
         The checkpoint's model has rank 0's buffers; under local steps it is the mean over the ranks. Collective.
         """
@@ -160,7 +160,7 @@ class ModelCopies:
             local.apart.show_own()
 
     def end_training(self) -> None:
-        """Give every rank the final model, as a checkpoint has it; no step follows in this fit. Collective.
+        """Give every rank the final model of the fit, which checkpoints save, after the last step. Collective.
 
         Each rank's own weights under local steps can still be saved.
         """

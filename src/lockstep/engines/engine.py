@@ -233,7 +233,7 @@ class Engine:
 
     @property
     def holds_parts(self) -> bool:
-        """True if no rank has the full model, because forwards communicate or windows run over stages."""
+        """True if no rank has the full model: forwards communicate, or ranks run windows as stages of a pipeline."""
         return self.runs_padding or self.window is not None
 
     @property
@@ -319,7 +319,7 @@ class Engine:
             loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def skip(self, absent: bool = False) -> None:
-        """Join the gradient reduction for a micro-batch that has no loss on this rank.
+        """Join the other ranks' gradient reduction without a backward, for a micro-batch without a loss on this rank.
 
         Args:
             absent: True if this rank has no samples for the micro-batch and ran no forward; False if
@@ -358,7 +358,7 @@ class Engine:
     # -- parameters and states
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Return all parameters by name: the module's, and those that only optimizers have (from a plain list)."""
+        """Return all parameters by name: the module's, and unregistered ones (in a plain list) that optimizers have."""
         others: dict[str, Any] = {**parameters_outside(self.module, self.optimizers)}
         return {**{plain_name(name): p for name, p in self.module.named_parameters()}, **others}
 
@@ -380,7 +380,7 @@ class Engine:
         return EngineState(self.module.state_dict(), [each.state_dict() for each in self.optimizers], own)
 
     def _other_parameters(self) -> dict[str, Any]:
-        """Return the values of parameters that optimizers have but the module, and so its state dict, has not."""
+        """Return the values of parameters that are in optimizers but not in the module, nor in its state dict."""
         others = parameters_outside(self.module, self.optimizers)
         return {"other parameters": {name: p.detach().cpu().clone() for name, p in others.items()}} if others else {}
 

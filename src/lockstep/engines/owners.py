@@ -101,7 +101,7 @@ def _declare(whole: bool, kind: Kind) -> Kind:
 
 
 def _declared(kind: type) -> bool | None:
-    """Return the class's declared ``whole``; None if it is not declared, or overrides the declared class's update."""
+    """Return ``whole`` as declared for ``kind`` or its base; None if undeclared, or if ``kind`` has its own update."""
     for base in kind.__mro__:
         if DECLARED in vars(base):
             value: bool = vars(base)[DECLARED]
@@ -110,10 +110,10 @@ def _declared(kind: type) -> bool | None:
 
 
 def check_parameter_wise(optimizers: Iterable[Optimizer]) -> None:
-    """Check that every optimizer updates each parameter independently, so that ranks may divide its work.
+    """Raise unless every optimizer updates each parameter independently, so that ranks may divide its work.
 
     Raises:
-        ValueError: an optimizer does not; names its class, the reason and an alternative.
+        ValueError: an optimizer does not; the message names its class, the reason and an alternative.
     """
     for optimizer in with_parameters(optimizers):
         kind = type(optimizer)
@@ -132,7 +132,7 @@ def check_parameter_wise(optimizers: Iterable[Optimizer]) -> None:
 
 
 def needs_whole(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer is known to need full parameters, but to update each one independently."""
+    """Return True if an optimizer is known to update each parameter independently, but only as a full tensor."""
     kind = type(optimizer)
     declared = _declared(kind)
     return declared if declared is not None else _updates_as(kind, WHOLE) or _is_whole_elsewhere(kind)
@@ -172,7 +172,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def owners_of(sizes: Sequence[int], load: list[int]) -> list[int]:
-    """Return an owner rank for each parameter, assigned largest first, each to the rank with the least load.
+    """Assign each parameter, in order of decreasing size, to the rank with the least load; return the owner ranks.
 
     Args:
         sizes: sizes of the parameters, in any unit.
@@ -309,7 +309,7 @@ class Owners:
         return bool(self._owners.get(parameter, self._rank) != self._rank)
 
     def _drop(self, optimizer: Optimizer) -> None:
-        """Delete states of other ranks' parameters: Adagrad creates all of them in its constructor."""
+        """Delete states of other ranks' parameters, which optimizers such as Adagrad create in their constructor."""
         for key in [key for key in optimizer.state if isinstance(key, Tensor) and self._is_remote(key)]:
             del optimizer.state[key]
 
@@ -335,7 +335,7 @@ class Owners:
         raise NotImplementedError
 
     def _with_gradient(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the parameters that have a gradient now, after assigning an owner to any without one."""
+        """Return the parameters that have a gradient now, after assigning owners to those without an owner."""
         found = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
         if any(parameter not in self._owners for parameter in found):
             self._assign(found)

@@ -202,7 +202,7 @@ class RankedStrategy(Strategy):
             )
 
     def _check_group(self) -> None:
-        """Check a process group that the user's code created.
+        """Check that a process group that the user's code created supports the tensors of this run.
 
         Raises:
             MisconfigurationException: it does not support tensors that this strategy sends.
@@ -333,7 +333,7 @@ _AS_ALWAYS: dict[str, tuple[Any, ...]] = {"dim": (0, None), "offload_optimizer":
 def check_others(
     strategy: str, others: Mapping[str, Any], known: Iterable[str], no_effect: Mapping[str, str | None]
 ) -> None:
-    """Check the extra keyword arguments (``**others``) of a strategy's constructor.
+    """Raise if extra keyword arguments (``**others``) of a strategy's constructor are unknown or not supported.
 
     Args:
         strategy: name of the class.

@@ -41,7 +41,7 @@ NO_LOSS = (
 
 
 class Strategy(Engine):
-    """Base class of all strategies, which manage a run's devices, ranks and checkpoint files; for one process.
+    """Base class of all strategies, which manage a run's devices, ranks and checkpoint files. Supports one process.
 
     A user's strategy overrides the methods of `lockstep.engines.engine.Engine`; one with several ranks derives from
     `lockstep.engines.ranks.RankedStrategy`. The methods here fit engines with full parameters on each rank.
@@ -111,7 +111,7 @@ class Strategy(Engine):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Set up ``configure_model``, which runs in the block; then fill parameters on the meta device. Collective."""
+        """Let ``configure_model`` create layers in the block; then fill parameters on the meta device. Collective."""
         with nullcontext() if self.init_device is None else self.init_device:
             yield
         # an engine with `init_device` meta fills parameters itself
@@ -128,11 +128,11 @@ class Strategy(Engine):
         ).items()
 
     def change_optimizers(self) -> None:
-        """Check optimizers that have replaced the previous ones during a fit."""
+        """Check that the strategy supports the optimizers that have replaced the previous ones during a fit."""
         self.check_trained(replaced=True)
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Raise if parameters were added to the module or optimizers that ranks would train differently. Collective.
+        """Raise if parameters, which ranks would train differently, were added to module or optimizers. Collective.
 
         Args:
             replaced: True if new optimizers replaced the previous ones; False after the first hooks of an epoch, also
@@ -148,7 +148,7 @@ class Strategy(Engine):
         return SYNCHRONIZED if self.copies.norms is not None else ""
 
     def check_gap(self, rank: int, loader: int) -> None:
-        """Raise if a rank has samples from only some loaders for a micro-batch, and other ranks would wait for it."""
+        """Raise if other ranks would wait for ``rank``, which lacks samples from ``loader`` for a micro-batch."""
         if self._together():
             raise MisconfigurationException(GAP.format(together=self._together(), rank=rank, loader=loader))
 
@@ -223,7 +223,7 @@ class Strategy(Engine):
         self.copies.load_window_state(saved.get("buffers", {}))
 
     def divide_gradients(self, weight: float | Tensor) -> float | Tensor:
-        """Divide the window's gradients by the sum of the weights from all ranks' training steps; return the factor.
+        """Divide the gradients by the sum of the weights that all ranks' training steps returned; return the factor.
 
         The factor is the number of ranks (of replicas in a pipeline) / the sum, since gradients are means over these;
         0 if the sum is 0.
@@ -268,12 +268,12 @@ class Strategy(Engine):
 
     @property
     def world(self) -> World:
-        """Rank, local rank and node of this process, and their numbers in the run."""
+        """This process's rank, local rank and node, and the numbers of ranks and nodes in the run."""
         return self.collectives.world
 
     @property
     def absent(self) -> tuple[int, ...]:
-        """Ranks without samples for the current micro-batch, while other ranks run user code that these do not."""
+        """Ranks without samples for the current micro-batch; set while the other ranks run user code without them."""
         return self.collectives.absent
 
     @absent.setter

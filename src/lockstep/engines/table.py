@@ -84,7 +84,7 @@ def class_of(name: str) -> type[Strategy]:
 
 
 def drives_all_devices(strategy: str | Strategy) -> bool:
-    """Return True if one process of a strategy uses all devices of its node; otherwise each rank has one."""
+    """Return True if one process of a strategy uses all devices of its node; otherwise each rank has one device."""
     if not isinstance(strategy, str):
         return bool(getattr(strategy, "drives_all_devices", False))
     if is_plan(strategy):

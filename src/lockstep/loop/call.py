@@ -273,7 +273,7 @@ def _report_start(session: Session) -> None:
 
 
 def _reconsider(session: Session) -> None:
-    """Plan the strategy for fitting a large model, if strategy="auto" left the choice to lockstep."""
+    """Replace the strategy that strategy="auto" chose by a planned one, before the fit of a large model."""
     if not session.chooses or not session.fitting:
         return
     # layers of `configure_model` are not counted: the hook may do anything, and is called once, later
@@ -501,7 +501,7 @@ def _tear_down(session: Session, release: Callable[[], None]) -> None:
 
 @contextmanager
 def _interruptible(session: Session) -> Iterator[None]:
-    """Let the first Ctrl-C end the loop at its next boundary; the second one raises at once."""
+    """Let the first Ctrl-C end a fit at a window's end, another loop at a batch's end; the second raises at once."""
 
     def request_end() -> None:
         if not session.strategy.has_met:  # before the rendezvous there is no boundary

@@ -1,8 +1,8 @@
 """Checks of the user's module, data module, callbacks and strategy before a Trainer call starts.
 
-Methods that are never called are refused, or reported with what to write instead: former hooks, overrides of methods
-that a base class does not have, misspelt hooks. So are callbacks that cannot work, and steps with other arguments than
-those of their calls.
+A method that lockstep would never call causes an error or a warning, which shows what to write instead: former hooks,
+overrides of methods that a base class does not have, misspelt hooks. Callbacks that cannot work, and steps whose
+arguments do not fit their calls, are reported as well.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def refuse_iterator(step: Callable[..., Any], name: str) -> None:
     """Raise if a step takes a ``dataloader_iter``.
 
     Raises:
-        MisconfigurationException: names the arguments that it may have.
+        MisconfigurationException: names the arguments that the step may have.
     """
     if any(parameter.name == "dataloader_iter" for parameter in _parameters_of(step)[0]):
         raise MisconfigurationException(

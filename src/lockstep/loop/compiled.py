@@ -94,7 +94,7 @@ def unwrapped(model: object) -> object:
 
 
 def check_threads(strategy: Strategy) -> None:
-    """Raise if the strategy runs copies of the layers in threads, which cannot be compiled.
+    """Raise if the strategy runs copies of the layers in threads, which torch's compiler does not support.
 
     Raises:
         MisconfigurationException: names a strategy that works.

@@ -13,7 +13,7 @@ from lockstep.loop.state import best_of
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a fit. It is identical on all ranks.
+    """Result of a fit, identical on all ranks.
 
     Attributes:
         stopped: the reason why the fit ended, for example ``max_epochs=5 reached``.
@@ -48,7 +48,7 @@ class FitEnding:
         self.start()
 
     def start(self) -> None:
-        """Forget the previous fit's reason, before a new fit."""
+        """Reset the reason for the end and the limits, before a new fit."""
         self.reason: str | None = None
         self.had_no_batches = False
         self._has_reported = False  # that a stop waits for `min_epochs` and `min_steps`
@@ -64,7 +64,7 @@ class FitEnding:
     def after_window(self) -> bool:
         """Handle stop requests and signals that arrived during a window; return True if the fit ends here.
 
-        Called only if there is a request. It may be on one rank alone, so this is collective only for flags that all
+        Called only if there is a request, possibly on one rank alone. So it is collective only for flags that all
         ranks have agreed on.
         """
         session = self._session
@@ -85,7 +85,7 @@ class FitEnding:
         return stop and self.in_epoch() is not None
 
     def act_on_signals(self) -> None:
-        """Handle a signal that all ranks have agreed on. Collective if a signal interrupted the fit."""
+        """Handle a signal if the ranks have agreed that one interrupted the fit. Collective in that case."""
         session, signals = self._session, self._session.signals
         if signals is None:
             return
@@ -93,7 +93,7 @@ class FitEnding:
             signals.act()
 
     def check_clock(self, most: float) -> None:
-        """Request a stop on rank 0 once the fit has taken ``most`` seconds. The ranks agree on it after a window."""
+        """Request a stop on rank 0 after ``most`` seconds of the fit. All ranks then stop after the same window."""
         # one clock decides, since those of several ranks run out at different windows
         if self._session.fit.seconds() >= most and self._session.is_global_zero:
             self._session.should_stop = True
@@ -134,7 +134,7 @@ class FitEnding:
         return reason
 
     def may_stop_early(self) -> bool:
-        """Return True if min_epochs and min_steps allow a requested stop; report once if they do not."""
+        """Return True if min_epochs and min_steps allow a requested stop. Log the first time that they delay a stop."""
         config, progress = self._session.config, self._session.fit.progress
         long_enough = progress.epoch >= config.min_epochs and progress.global_step >= config.min_steps
         if not long_enough and not self._has_reported:

@@ -73,7 +73,7 @@ class EvaluationLoop:
 
     @property
     def num_batches(self) -> list[int | float]:
-        """Number of this rank's batches in each loader, after ``limit_*_batches``."""
+        """Number of this rank's batches in each loader, limited by ``limit_*_batches``."""
         return self.feed.num_batches if self.feed is not None else []
 
     @property
@@ -108,7 +108,7 @@ class EvaluationLoop:
         raise AssertionError("an interrupted evaluation raises")
 
     def setup_data(self) -> None:
-        """Request the stage's loaders and distribute their samples over the ranks. Repeated only if a reload is due."""
+        """Request the stage's loaders if they are missing or a reload is due, and distribute samples over the ranks."""
         session, config = self.session, self.session.config
         due = session.fitting and self._reload_due()
         if self.feed is not None and not due:
@@ -169,7 +169,7 @@ class EvaluationLoop:
             strategy.sync_gradients = outer_sync
 
     def _warn_of_unread(self, returned: dict[str, Any]) -> None:
-        """Warn if an evaluation logged nothing but its step returned numbers, as scripts for old Lightning do."""
+        """Warn if a step returned numbers, as for old Lightning, in an evaluation in which nothing was logged."""
         step, end = f"{self.name}_step", f"on_{self.name}_batch_end"
         numbers = []
         for key, value in returned.items():
@@ -214,7 +214,7 @@ class EvaluationLoop:
         return _by_loader(values, len(self.feed.num_batches))
 
     def _pad(self, step: Callable[..., Any], position: tuple[Any, int, int], takes: int, transfer: Transfer) -> None:
-        """Run a step on a padding batch, because its forward communicates with ranks that still have batches."""
+        """Run a step on a padding batch, because the forwards of ranks that still have batches wait for this rank."""
         session, results = self.session, self.session.results
         batch, batch_idx, loader = position
         with padding(session):
@@ -278,7 +278,7 @@ class EvaluationLoop:
             results.end_loader(loader)
 
     def _batches(self, feed: EvaluationFeed) -> Iterator[tuple[Any, int, int, float, bool]]:
-        """Return this rank's batches with a flag that is True for padding batches (see `loop/padding.py`)."""
+        """Iterate over this rank's batches; each item ends with True for a padding batch (see `loop/padding.py`)."""
         strategy = self.session.strategy
         if strategy.runs_padding and strategy.world_size > 1:
             return in_step(feed, strategy)
@@ -330,7 +330,7 @@ class EvaluationLoop:
 
     @contextmanager
     def _no_gradients(self) -> Iterator[None]:
-        """Turn gradients off: with ``torch.inference_mode`` if the flag and the module allow it, else ``no_grad``."""
+        """Disable gradients in the ``with`` block: by ``torch.inference_mode`` if possible, else by ``no_grad``."""
         inside_fit = self.session.fitting
         # tensors made in inference mode cannot be trained: those of an engine that communicates in forwards, and those
         # of lazy layers, are used by a later fit

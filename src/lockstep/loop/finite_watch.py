@@ -48,10 +48,10 @@ class NonFiniteNumber:
     Attributes:
         what: "loss" or "gradient norm".
         value: NaN or an infinity.
-        rank: the rank that computed it.
-        step: ``trainer.global_step`` before its update.
+        rank: the rank that computed the number.
+        step: ``trainer.global_step`` before the update to which the number belongs.
         epoch: epoch, counted from 0.
-        batch: ``batch_idx``.
+        batch: ``batch_idx`` at that step.
         samples: data set indices of this rank's samples in the batch; None if they are unknown.
         position: position of the first sample in the epoch's order; None if ``samples`` is None.
     """
@@ -82,13 +82,13 @@ class NonFiniteNumber:
 class FiniteWatch:
     """Watches a fit for NaN and infinite values. Steps do not wait for the device.
 
-    A loss on the CPU is read at once. Losses on a device are kept until the loop reads numbers of the device anyway.
+    A loss on the CPU is read at once. Losses on a device are kept until the loop reads other numbers from the device.
     Weights are searched after a loss that is not finite, before a validation, at the end of an epoch, and before a
-    checkpoint is written. Ranks agree by a flag, and decide together.
+    checkpoint is written. A flag makes all ranks decide together.
 
     Attributes:
         is_active: True if a fit runs, and ``Trainer(non_finite=...)`` is not "ignore".
-        has_found: True if this rank has found a number that has not been judged yet.
+        has_found: True if this rank has found a non-finite number, until `raise_or_warn` handles it.
         at_start: parameters and buffers that were not finite when the run started; they are not searched.
         newest_checkpoint: path of the last checkpoint that was written, or that the fit continues from.
     """
@@ -105,7 +105,7 @@ class FiniteWatch:
     _parts: Parts = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that a copy keeps; the others belong to the running fit."""
+        """Return the attributes to copy or pickle, without those that belong to the running fit."""
         return {"at_start": self.at_start, "newest_checkpoint": self.newest_checkpoint}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -147,11 +147,11 @@ class FiniteWatch:
 
     @property
     def step_check(self) -> Callable[..., None] | None:
-        """The method `note` for a check in each step, or None if the watch is off."""
+        """Method to call with each loss and gradient norm (`note`); None if they are not watched."""
         return self.note if self.is_active else None
 
     def note(self, number: Tensor, what: str = "loss") -> None:
-        """Check a loss or gradient norm. A number on a device is only stored, until `read` checks it."""
+        """Check that a loss or gradient norm is finite. A number on a device is stored, for a later check by `read`."""
         if self._waits:
             if number.numel() == 1:
                 self._kept.append((number.detach(), what, *self._place()))
@@ -172,12 +172,12 @@ class FiniteWatch:
         return progress.global_step, progress.epoch, progress.batch
 
     def read(self) -> None:
-        """Check the stored numbers. Waits for the device once."""
+        """Check that the losses and gradient norms stored by `note` are finite. Waits for the device once."""
         if self._kept:
             self.take(floats([number for number, *_ in self._kept]))
 
     def numbers_to_read(self) -> list[Tensor]:
-        """Return unchecked numbers and the weights' norm on the device, which the loop reads and passes to `take`."""
+        """Return stored losses and gradient norms, and the weights' norm, whose values the caller passes to `take`."""
         # on the CPU the next loss shows bad weights; a search at each logged step would cost more than all else here
         if not (self.is_active and self._waits):
             return []
@@ -186,7 +186,7 @@ class FiniteWatch:
         return [number for number, *_ in self._kept] + ([] if norm is None else [norm])
 
     def take(self, values: list[float]) -> None:
-        """Check the values of `numbers_to_read`: losses, gradient norms, and the weights' norm as the last one."""
+        """Check that ``values``, the numbers from `numbers_to_read` as floats, are finite."""
         kept, self._kept = self._kept, []
         for value, (_, what, step, epoch, batch) in zip(values, kept, strict=False):
             if value - value != 0:
@@ -217,7 +217,10 @@ class FiniteWatch:
             session.agreement.request(session.not_finite_flag)
 
     def check_weights(self) -> None:
-        """Check the weights and the stored numbers, without communication. Waits for the device once."""
+        """Check that the weights, and the losses and gradient norms kept since the last check, are finite.
+
+        Does not communicate. Waits for the device once.
+        """
         if not self.is_active:
             return
         if self._waits:
@@ -226,7 +229,7 @@ class FiniteWatch:
             self._report()
 
     def agree(self) -> None:
-        """Check weights and stored numbers, and call `raise_or_warn` if any rank found bad values. Collective."""
+        """Call `check_weights`, and `raise_or_warn` on all ranks if any rank found non-finite values. Collective."""
         session = self._session
         if not self.is_active or session is None:
             return
@@ -260,7 +263,7 @@ class FiniteWatch:
             rank_zero_warn(f"{self._cause(first, {})} {continues}; Trainer(detect_anomaly=True) names the operation.")
 
     def handle_bad_gradient(self) -> None:
-        """Report that a non-finite gradient skips an update; with ``non_finite="stop"``, raise instead. Collective."""
+        """Report a skipped update with non-finite gradients; with ``non_finite="stop"``, raise instead. Collective."""
         session = self._session
         if session is None or session.config.non_finite != "stop":
             if self.is_active:
@@ -290,7 +293,7 @@ class FiniteWatch:
             raise NonFiniteError(self._ending(first, broken))
 
     def check_alone(self, checkpoint: Mapping[str, Any]) -> None:
-        """Raise if a checkpoint has non-finite values, without communication, when this rank saves alone."""
+        """Raise if a checkpoint that only this rank saves has non-finite values. Does not communicate."""
         if self._session is not None:
             found = not_finite(_in_checkpoint(checkpoint, {*self.at_start}))
             if found:
@@ -312,7 +315,7 @@ class FiniteWatch:
         return list(dict.fromkeys(name for own in session.strategy.gather_objects(names) for name in own))
 
     def _gather_findings(self, names: list[str]) -> tuple[NonFiniteNumber | None, dict[str, int]]:
-        """Return the earliest non-finite number on any rank, and the lowest rank for each tensor name. Collective."""
+        """Return the first non-finite number on any rank, and each tensor name with its lowest rank. Collective."""
         session = self._session
         assert session is not None
         every = session.strategy.gather_objects((self._first, names))
@@ -392,7 +395,7 @@ def _listed(names: list[str]) -> str:
 
 
 def guard_updates(session: WatchedRun) -> None:
-    """Install the guard that skips updates with non-finite gradients, or ends the fit before them.
+    """Install the guard that skips updates with non-finite gradients, or ends the fit before such an update.
 
     Raises:
         MisconfigurationException: the engine reduces and steps in one operation, so it cannot skip an update.

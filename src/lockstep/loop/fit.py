@@ -96,7 +96,7 @@ class FitLoop(FitNames):
 
     @property
     def current_epoch(self) -> int:
-        """The current epoch. In ``on_train_start`` of a fit that resumes from an epoch's end, the next epoch."""
+        """The current epoch. If a fit resumes from an epoch's end, ``on_train_start`` already reads the next epoch."""
         return self.progress.epoch + (self.in_train_start and self.progress.phase == EPOCH_END)
 
     @property
@@ -309,7 +309,7 @@ class FitLoop(FitNames):
         return bool(every) and (loaded is None or self.session.fit.progress.epoch - loaded >= every)
 
     def _val_reload_due(self) -> bool:
-        """Return True if the validation loaders must be requested again, and record the epoch of that request.
+        """Return True if the validation loaders must be requested again; if so, record the current epoch for them.
 
         Loaders of a sanity check count for the next epoch only if that epoch is validated, as in Lightning.
         """
@@ -351,7 +351,7 @@ class FitLoop(FitNames):
             )
 
     def _request_loaders(self, stage: str) -> Any:
-        """Request the loaders of a stage. Their hook sees the epoch that they are for as ``current_epoch``."""
+        """Request the loaders of a stage; their hook reads the epoch of their use as ``current_epoch``."""
         progress, every = self.session.fit.progress, self.session.config.reload_dataloaders_every_n_epochs
         epoch, of = progress.epoch, progress.train_loaded if stage == "train" else progress.val_loaded
         progress.epoch = epoch if of is None or not every else of
@@ -361,7 +361,7 @@ class FitLoop(FitNames):
             progress.epoch = epoch
 
     def _begin_epoch(self) -> None:
-        """Start an epoch: reload data if due and call ``on_train_epoch_start``, except after a resume within it."""
+        """Start or resume an epoch: at a start, reload data if due and call ``on_train_epoch_start``."""
         progress = self.session.fit.progress
         if progress.phase == EPOCH_START:
             progress.batch = 0
@@ -375,7 +375,7 @@ class FitLoop(FitNames):
         self.step.update.schedulers.use(self.session.strategy.lr_scheduler_configs)
 
     def _windows_left(self, feed: Feed) -> tuple[bool, Iterator[Window]]:
-        """Return True if only the epoch's end hooks remain to run, and an iterator over the remaining windows."""
+        """Return (True if only the epoch's end hooks are left to run, iterator over the remaining windows)."""
         session, progress = self.session, self.session.fit.progress
         session.strategy.check_trained()
         accumulate = session.config.accumulation(progress.epoch)
@@ -496,7 +496,7 @@ class FitLoop(FitNames):
         return for_loggers
 
     def _publish_epoch(self) -> dict[str, Tensor]:
-        """Reduce the epoch's logged values and publish them as metrics; return those for the loggers. Collective."""
+        """Reduce the epoch's logged values and publish them as metrics; return the loggers' metrics. Collective."""
         session = self.session
         values = session.results.reduce_epoch()
         for_loggers = session.published.publish(values)
@@ -528,7 +528,7 @@ class FitLoop(FitNames):
 
     @property
     def expects_validation(self) -> bool:
-        """True if the fit validates, or may do so: before the first validation the loaders are unknown."""
+        """True if the fit validates, or may validate, as long as its validation loaders are unknown."""
         feed = self.validation.feed
         return self.session.enable_validation and (feed is None or sum(feed.by_loader) > 0)
 

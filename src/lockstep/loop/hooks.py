@@ -68,7 +68,7 @@ Bound = tuple[tuple[Any, ...], Method | None, tuple[Any, ...]]
 
 
 def is_replaced(name: str, instance: object, base: type) -> bool:
-    """Return True if the method ``name`` of ``instance`` is not the one of ``base``, so it must be called."""
+    """Return True if the method ``name`` of ``instance`` is not the method of ``base``, so it must be called."""
     found = getattr(instance, name, None)
     # a bound method is made at each access, so its function is compared
     return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)
@@ -82,7 +82,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
 
     Args:
         method_name: a method of ``parent``.
-        instance: an object; None overrides nothing.
+        instance: an object; for None the result is False.
         parent: the base class; None: LightningModule, LightningDataModule or Callback, whichever fits.
 
     Raises:
@@ -140,7 +140,7 @@ class Hooks:
         trainer: first argument of the callbacks' methods.
         module: the module of the call.
         callbacks: the callbacks of the call.
-        results: collector for what hooks log, until the loop sets another.
+        results: collector of the values that hooks log, until the loop replaces it.
 
     Attributes:
         epoch_end_monitors: methods of callbacks that read metrics: their ``on_train_epoch_end`` runs last, after the

@@ -131,7 +131,7 @@ class Entry:
         self.total, self.lost = NEUTRAL[self.op], 0.0
 
     def mark(self, micro_batch: int) -> None:
-        """Record that rank 0 logged a value in this micro-batch (``rank_zero_only=True``)."""
+        """Record, without a value, that rank 0 logs one in this micro-batch (``rank_zero_only=True``)."""
         self.epoch_fresh, self.step_fresh = self.on_epoch, micro_batch if self.on_step else 0
 
     def learn_quick(self, value: object) -> None:
@@ -182,7 +182,7 @@ class Entry:
         return wide if type(wide) is Tensor or not hasattr(wide, "full_tensor") else wide.full_tensor()
 
     def _number(self, value: object) -> float:
-        """Return a value of another type, such as NumPy's, as a float."""
+        """Convert a value that is no tensor, for example a NumPy number, to a float; raise if this is impossible."""
         try:
             if not isinstance(value, (str, bytes)):  # float() would accept "3"
                 return float(value)  # type: ignore[arg-type]
@@ -199,7 +199,7 @@ class Entry:
         )
 
     def normal(self) -> list[Any]:
-        """Return the options that determine the logged value (all except ``sync_dist``), with defaults filled in."""
+        """Return the ``self.log`` options that determine the logged value (all except ``sync_dist``), with defaults."""
         return [self.prog_bar, self.logger, self.on_step, self.on_epoch, self.op, *self.options[5:7]]
 
     def snapshot(self) -> tuple[Any, ...]:
@@ -207,7 +207,7 @@ class Entry:
         return self.total, self.lost, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh
 
     def go_back(self, snapshot: tuple[Any, ...]) -> None:
-        """Restore the values of :meth:`snapshot`."""
+        """Restore the values that :meth:`snapshot` returned."""
         self.total, self.lost, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh = snapshot
 
     def state(self, age: int | None) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class Entry:
 
 
 def _reduced_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for reduced values of ``dtype``: itself if float32 or float64, otherwise one of these."""
+    """Return the dtype of a reduced value: ``dtype`` if it is float32 or float64, else one of these two."""
     if dtype in (torch.float32, torch.float64):
         return dtype
     default = torch.get_default_dtype()
@@ -240,7 +240,7 @@ def _reduced_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Merge the saved entries of several ranks into those of one rank; see `LogCollector.state_dict`."""
+    """Merge the saved entries of several ranks into the entries of one rank; see `LogCollector.state_dict`."""
     found: dict[Key, dict[str, Any]] = {}
     for saved in (each for part in parts for each in part):
         key: Any = tuple(saved["key"])
@@ -255,7 +255,7 @@ def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _newest_step(op: str, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return the newer of two ranks' step values, or their reduction if both are from the same micro-batch."""
+    """Return the newer of two ranks' on_step values; if both are from the same micro-batch, return their reduction."""
     ages = [math.inf if saved.get("age") is None else saved["age"] for saved in (one, other)]
     if ages[0] != ages[1] or ages[0] == math.inf:
         newest = one if ages[0] <= ages[1] else other

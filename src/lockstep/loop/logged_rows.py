@@ -1,8 +1,9 @@
 """Packing of a rank's logged values into one tensor (a row), and reduction of the ranks' rows.
 
-A row starts with a header of five numbers: a hash of the names, their number, both again negated, and a flag for the
-reduction of each step. After the header are the values, their weights, and the micro-batches of step values (0 for an
-epoch's). A row has room for more names than there are, so that ranks with different names can be combined.
+A row starts with a header of five numbers: a hash of the names, the number of names, the negatives of both, and a flag
+for the reduction of each step. After the header are the values, their weights, and the micro-batches of step values (0
+for values of an epoch). A row has room for more names than there are, so that ranks with different names can be
+combined.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Rows:
     Args:
         ops: the reduction of each name, as in `NEUTRAL`.
         capacity: number of names that fit into a row.
-        steps: True for values of single steps: then those of the newest micro-batch count.
+        steps: True for values of single steps, of which only those of the newest micro-batch count.
     """
 
     ops: Sequence[str]
@@ -59,7 +60,7 @@ class Rows:
         return torch.tensor(numbers, dtype=torch.float64)
 
     def make_on(self, device: torch.device, parts: Sequence[tuple[Any, float, int]]) -> Tensor:
-        """Pack values from any device into a row on ``device``, without a hash of the names. Does not synchronize."""
+        """Pack values from any device into a row on ``device``, without a hash of their names and without waiting."""
         far = [isinstance(value, Tensor) and value.device.type != "cpu" for value, *_ in parts]
         known = [(0.0 if there else value, *rest) for there, (value, *rest) in zip(far, parts, strict=True)]
         row = self.make(0, False, [part_of(op, *each) for op, each in zip(self.ops, known, strict=True)])
@@ -71,7 +72,7 @@ class Rows:
         return row
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Reduce k rows of shape (..., k, n) to one of shape (..., n). Rows are summed in order."""
+        """Reduce k rows, of shape (..., k, n), to one row of shape (..., n). Sums are in the order of the rows."""
         # of a number and its negation the largest: they show the largest and the smallest one, which differ if ranks do
         head = rows[..., :HEAD].amax(-2)
         parts = rows[..., HEAD:].view(*rows.shape[:-1], 3, self.capacity)
@@ -114,13 +115,13 @@ class Rows:
         return bool(names != -least_names or count != -least_count or count > self.capacity)
 
     def totals(self, row: Tensor) -> list[Total]:
-        """Return (value, weight) for each name."""
+        """Return the reduced (value, weight) of each name, read from a row."""
         numbers = row.tolist()[HEAD:]
         return list(zip(numbers, numbers[self.capacity :], strict=False))[: len(self.ops)]
 
 
 def part_of(op: str, value: Any, weight: float, micro_batch: float) -> Part:
-    """Return the numbers that a row stores for a value. An epoch's mean (micro-batch 0) is already a sum."""
+    """Return the numbers that a row stores for a value. For an epoch's mean (micro-batch 0), ``value`` is a sum."""
     if weight == 0.0:
         return NEUTRAL[op], 0.0, 0.0
     number = float(value)
@@ -133,7 +134,7 @@ def head(names: int, count: int, wants_each_step: bool) -> list[float]:
 
 
 def largest(rows: Tensor) -> Tensor:
-    """Reduce k headers of shape (..., k, 5) to one of shape (..., 5)."""
+    """Return the elementwise maximum, of shape (..., 5), of k headers, of shape (..., k, 5)."""
     return rows.amax(-2)
 
 
@@ -152,7 +153,7 @@ def shown_value(op: str, value: float, weight: float) -> float:
 
 
 def joined(op: str, totals: Sequence[Total]) -> Total:
-    """Reduce several (value, weight) pairs to one."""
+    """Reduce several (value, weight) pairs to one pair."""
     values, weights = zip(*totals, strict=True)
     if op in ("min", "max"):
         return functools.reduce(functools.partial(extreme, op), values), sum(weights)
@@ -160,7 +161,7 @@ def joined(op: str, totals: Sequence[Total]) -> Total:
 
 
 def extreme(op: str, one: Any, other: Any) -> Any:
-    """Return the smaller ("min") or larger ("max") number. NaN wins, as in torch; -0.0 is below 0.0.
+    """Return the smaller ("min") or larger ("max") of two numbers. NaN wins, as in torch; -0.0 is below 0.0.
 
     If the second number is a tensor on a device, so is the result.
     """

@@ -52,7 +52,7 @@ Reader = Callable[[Entry], tuple[Any, float, int]]  # (value, weight, the micro-
 
 
 def _place(key: Key) -> tuple[int, Key]:
-    """Sort key for logged entries; identical on all ranks."""
+    """Return the key by which logged entries are sorted, identically on all ranks."""
     return _PLACES[key[0]], key
 
 
@@ -143,11 +143,11 @@ class LogCollector:
         return made
 
     def reduce_on_device(self, combined: Callable[[Tensor, Combine], Tensor], device: torch.device) -> None:
-        """Reduce step values on the device from now on, so that ``sync_dist=True`` does not synchronize with it."""
+        """Reduce on_step values on the device from now on, so that ``sync_dist=True`` does not wait for the device."""
         self._combine_on_device, self._device = combined, device
 
     def enter(self, hook: str, dataloader_idx: int = -1) -> None:
-        """Assign the next ``self.log`` calls to a hook and a loader."""
+        """Record values that are logged from now on as values of a hook and a loader."""
         self.hook = (hook, dataloader_idx)
         self.table = self._tables.get(self.hook)
         if self.table is None and hook in LOGGING:
@@ -161,7 +161,7 @@ class LogCollector:
         return self._tables[hook]
 
     def log(self, name: str, value: Any, options: Options, batch_size: float | None) -> None:
-        """Record a value. `LightningModule.log` handles repeated calls itself and calls this for all others."""
+        """Record a value; `LightningModule.log` calls this method for all values that its own fast path excludes."""
         if self._barebones:  # no entry is ever created, so `LightningModule.log` always ends here
             warn_once("self.log(...) records nothing under Trainer(barebones=True).", key="log in barebones mode")
             return
@@ -266,7 +266,7 @@ class LogCollector:
 
     @does("reducing logged values")
     def reduce_step(self) -> list[tuple[Entry, str, Tensor]]:
-        """Reduce step values; return all that were reduced since the last call, for the loggers. Collective."""
+        """Reduce on_step values; return all values reduced since the last call, for the loggers. Collective."""
         self.agree_on_step()
         values, self._agreed = list(self._agreed.values()), {}
         return values
@@ -289,7 +289,7 @@ class LogCollector:
     def epoch_so_far(self, loader: int = -1) -> list[tuple[Entry, str, Tensor]]:
         """Return this rank's on_epoch values since the last :meth:`reduce_epoch`, without a reduction over the ranks.
 
-        torchmetrics objects are omitted if there are several ranks or loaders, because their value depends on all.
+        torchmetrics objects are omitted if there are several ranks or loaders, because all contribute to their values.
 
         Args:
             loader: only values of this loader; -1: values without a loader number.
@@ -315,7 +315,7 @@ class LogCollector:
         return {entry.key: entry.snapshot() for entry in self._entries()}
 
     def go_back(self, snapshot: LogSnapshot) -> None:
-        """Restore the values of a :meth:`snapshot`. The states of torchmetrics objects are not restored."""
+        """Restore the values that :meth:`snapshot` returned. The states of torchmetrics objects are not restored."""
         for entry in self._entries():
             if entry.key in snapshot:
                 entry.go_back(snapshot[entry.key])
@@ -397,7 +397,7 @@ class LogCollector:
         ]
 
     def _reduce_on_device(self, fresh: list[Entry], read: Reader) -> list[tuple[Entry, Tensor]]:
-        """Reduce entries as :meth:`_reduce` does, but on the device and without synchronizing. Collective."""
+        """Reduce entries as :meth:`_reduce` does, but on the device and without waiting for it. Collective."""
         assert self._combine_on_device is not None
         fresh.sort(key=lambda entry: _place(entry.key))
         mine = torch.tensor(head(_hash(fresh), len(fresh), self._wants_each_step), dtype=torch.float64)
@@ -413,7 +413,7 @@ class LogCollector:
         return [(entry, value.to(entry.dtype)) for entry, value in zip(fresh, shown, strict=True)]
 
     def _local_parts(self, fresh: list[Entry], read: Reader) -> list[Part]:
-        """Return the numbers that this rank's row stores for each entry. Values on a device are copied together."""
+        """Return the numbers that this rank's row stores for each entry; copy all values on a device at once."""
         parts = [read(entry) for entry in fresh]
         numbers = floats([value if weight else 0.0 for value, weight, _ in parts])
         return [
@@ -553,7 +553,7 @@ def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
 
 
 def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:
-    """Reduce values that several loaders logged under one name (``add_dataloader_idx=False``); each gets the total.
+    """Reduce values that several loaders logged under one name (``add_dataloader_idx=False``), to one total.
 
     Raises:
         MisconfigurationException: the loaders log it in different ways.

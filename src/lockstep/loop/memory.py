@@ -18,7 +18,7 @@ from lockstep.memory.meter import Activations, MemoryUse
 
 
 def memory_of(session: Session) -> MemoryUse:
-    """Return this rank's memory use by kind: now, or after a fit as it was at its end.
+    """Return this rank's current memory use by kind; after a fit, the memory use when the fit ended.
 
     Raises:
         MisconfigurationException: no call of the Trainer has set up a module.

@@ -53,7 +53,7 @@ def restore_states(saved: Snapshot) -> None:
 class StatesByLoader:
     """States of metrics after each loader of an evaluation with several loaders.
 
-    One metric object may be logged from several loaders. It is reset after each loader.
+    A metric object may be logged from several loaders, and is reset after each loader.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class StatesByLoader:
             metric.reset()
 
     def show(self, metric: Metric, loaders: Iterable[int], name: str) -> None:
-        """Load the merged states from some loaders into the metric.
+        """Merge the states that were stored for ``loaders``, and load the result into the metric.
 
         Raises:
             MisconfigurationException: the metric cannot merge its states.
@@ -89,7 +89,7 @@ class StatesByLoader:
                 ) from error
 
     def show_all(self, metric: Metric) -> None:
-        """Load the merged states from all loaders into the metric; reset the metric if it cannot merge states."""
+        """Merge the states stored for all loaders, and load the result; reset the metric if it cannot merge states."""
         loaders = [loader for which, loader in self._saved if which == id(metric)]
         try:
             self.show(metric, loaders, type(metric).__name__)
@@ -220,7 +220,7 @@ def find_metric(module: nn.Module, name: str) -> Metric | None:
 
 
 def load_metric(metric: Metric, saved: list[dict[str, Any]]) -> None:
-    """Load the state of a torchmetrics object from one saved rank, or merge the states of several."""
+    """Load the state of a torchmetrics object from one saved rank, or merge the states of several ranks."""
     reductions = {key: getattr(reduce, "__name__", "") for key, reduce in metric._reductions.items()}
     if len(saved) > 1 and not set(reductions.values()) <= MERGES.keys():
         warn_once(

@@ -268,7 +268,7 @@ def _check_scheduler(
 
 
 def refuse_loss(loss: Tensor, who: str, error: RuntimeError) -> None:
-    """Explain why backward failed, if the loss is to blame. Return None otherwise.
+    """Raise an error that explains why backward failed, if the loss is the cause; otherwise return.
 
     Raises:
         MisconfigurationException: the loss is detached, or not a single number.

@@ -1,8 +1,8 @@
-"""Padding batches, which a rank without samples runs. Afterwards the state of its module is restored.
+"""Padding batches, which a rank without samples runs, and after which its module's state is restored.
 
 Manual optimization runs ``training_step`` on every rank, even if a rank has no samples of a batch: the rank then gets a
-sample of another rank. An engine whose forwards communicate needs this in evaluations too. Restored are, in the module
-and all modules inside it:
+sample of another rank. An engine whose forwards communicate needs padding batches in evaluations too. Restored
+are, in the module and all modules inside it:
 
 - buffers, and the random states of this process;
 - metrics of torchmetrics, as submodules or anywhere in the following;
@@ -119,7 +119,7 @@ def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None
 
 
 class _SeenObjects(dict[int, Any]):
-    """Visited objects by id. References keep them alive, so that no other object gets the same id.
+    """Visited objects by id. References keep the objects alive, so that no other object gets the same id.
 
     Args:
         package: package of the user's module, whose objects are visited.

@@ -82,7 +82,7 @@ class Progress:
         return asdict(self)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load the counters of :meth:`state_dict`.
+        """Load the counters that :meth:`state_dict` returned.
 
         Raises:
             ValueError: a value is not valid for its counter.

@@ -94,7 +94,7 @@ class ValidationStart:
 
 @dataclass(frozen=True)
 class SavedRanks:
-    """Entries of a checkpoint for each rank that saved it, grouped into replicas."""
+    """A checkpoint's entries, one for each rank that saved it, and the replicas to which these ranks belonged."""
 
     parts: Sequence[RankEntry]
     of_rank: tuple[int, ...]
@@ -102,7 +102,7 @@ class SavedRanks:
 
     @classmethod
     def read(cls, own: dict[str, Any]) -> SavedRanks:
-        """Read the ranks from the checkpoint's entry "lockstep".
+        """Read the ranks' entries and replicas from the checkpoint's entry "lockstep".
 
         Raises:
             ValueError: the replicas do not match the entries.
@@ -123,7 +123,7 @@ class SavedRanks:
 
     @property
     def of_replicas(self) -> list[RankEntry]:
-        """Entry of the first rank in each replica."""
+        """For each replica, the entry of its first rank."""
         return [self.parts[self.of_rank.index(replica)] for replica in range(self.count)]
 
     @property
@@ -216,7 +216,7 @@ def _select(part: RankEntry, *keys: str) -> RankEntry:
 
 
 class RunBatches:
-    """Plan by which one Trainer's fits count batches, so that a resume on other ranks finds its place.
+    """Plan by which a Trainer's fits count batches, so that a resume with another number of ranks finds its position.
 
     Attributes:
         saved: plan from the checkpoint that the fit resumes from; None once training continues.
@@ -250,7 +250,7 @@ class RunBatches:
         flexible: bool,
         workers: int | None = None,
     ) -> BatchCounting:
-        """Return the counting of batches for a fit with these loaders.
+        """Return how a fit with these loaders counts its batches.
 
         Args:
             config: config of the fit.
@@ -268,7 +268,7 @@ class RunBatches:
         return count_batches(self.saved, attempt)
 
     def prepare(self, feed: Feed, config: RunConfig, epoch: int) -> None:
-        """Pass the epoch in which training starts or continues to a new feed."""
+        """Prepare a new feed for the epoch in which training starts or continues."""
         epoch = epoch if self.saved is None else self.saved.at.epoch
         feed.prepare(epoch, config.accumulation(epoch))
 
@@ -290,7 +290,7 @@ class RunBatches:
             holds: True if engine and optimizers can continue with the gradients of the current window.
 
         Returns:
-            the entry, without what does not apply because the current window is repeated.
+            the entry; if the current window is repeated, without the parts that then do not apply.
         """
         saved, self.saved = self.saved, None
         found = feed.counting
@@ -321,7 +321,7 @@ class RunBatches:
         return at_window_start(resumed, number is None) if again else resumed
 
     def restore_hook_flags(self, config: RunConfig) -> RunConfig:
-        """Return the config with the accumulation that hooks set before the checkpoint; they do not run again."""
+        """Return the config with the accumulation that hooks set before the checkpoint; the hooks do not run again."""
         by_hooks, self._by_hooks = self._by_hooks, None
         return config if by_hooks is None else set_flag(config, "accumulate_grad_batches", by_hooks)
 
@@ -359,8 +359,8 @@ ModuleFlags = dict[str, Flags]
 class HookChanges:
     """Changes of ``requires_grad`` and of train or eval mode that hooks made since training started.
 
-    A checkpoint saves them, because a hook at the start of an epoch does not run again after a resume in that epoch
-    or later.
+    A checkpoint saves the changes, because a hook at the start of an epoch does not run again after a resume in that
+    epoch or later.
 
     Attributes:
         outside: the mode of each submodule before the current evaluation; None outside of evaluations.

@@ -41,7 +41,7 @@ class Schedulers:
         self.by_metric = {interval: of[interval, True] for interval in ("step", "epoch")}
 
     def after_update(self, count: int) -> None:
-        """Step :attr:`by_step` after an update; ``count`` micro-batches of the epoch are finished."""
+        """Step the schedulers in :attr:`by_step` after an update; the epoch has had ``count`` micro-batches so far."""
         self._step_all(self.by_step, count)
 
     def after_epoch(self) -> None:
@@ -93,7 +93,7 @@ class Schedulers:
 
 
 def _explain_new_groups(scheduler: object) -> str | None:
-    """Explain why a scheduler fails if its optimizer has more groups than it knows. Return None otherwise."""
+    """Return the cause of a scheduler's error if its optimizer has got further parameter groups; None otherwise."""
     optimizer = getattr(scheduler, "optimizer", None)
     parts = [scheduler, *getattr(scheduler, "_schedulers", ())]  # SequentialLR and ChainedScheduler have several
     known = [len(part.base_lrs) for part in parts if hasattr(part, "base_lrs")]

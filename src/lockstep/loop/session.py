@@ -65,7 +65,7 @@ class FitSignals(Protocol):
         """Raise this rank's flags for a received signal, so that all ranks agree on it."""
 
     def act(self) -> None:
-        """Handle the signal or save that was requested. Collective."""
+        """Handle a received signal, or save if a save was requested. Collective."""
 
     def epoch_ended(self) -> None:
         """Request a save at the end of an epoch if the run needs one."""
@@ -108,7 +108,7 @@ class FitState:
 
     @property
     def loaded(self) -> Feed:
-        """:attr:`feed`, which must exist."""
+        """The training feed. Raises AssertionError before the loaders are requested."""
         assert self.feed is not None, "the training loaders have not been requested"
         return self.feed
 
@@ -156,7 +156,7 @@ class RunLoaders:
         return self.given.get(stage) is not None or self.hook(stage) is not None
 
     def request(self, stage: str) -> Any:
-        """Return the passed loaders of a stage, or call its hook; None without either."""
+        """Return the passed loaders of a stage, or else the result of its hook; None if there is neither."""
         hook = self.hook(stage)
         return self.given.get(stage) if hook is None else hook()
 
@@ -177,7 +177,7 @@ class Session:
         loop_exit: closed when the loop of the call has ended.
         ckpt_path: the checkpoint that the call continues from.
         should_stop: True if this rank requests the end of the fit.
-        interruption: "Ctrl-C" or "SIGTERM" if one has ended the call.
+        interruption: "Ctrl-C" or "SIGTERM" if the call ends because of it.
         is_padding: True if the current batch replaces samples that this rank does not have.
         signals: signal handling of the running fit; None in an evaluation and in a trial of the Tuner.
         stop_flag, interrupt_flag, not_finite_flag: bits of ``agreement``.
@@ -244,7 +244,7 @@ class Session:
 
     @property
     def drawn_seed(self) -> int:
-        """:attr:`seed`, which set-up has assigned."""
+        """The run's seed. Raises AssertionError before set-up has assigned it."""
         assert self.seed is not None
         return self.seed
 
@@ -264,7 +264,7 @@ class Session:
         return name in vars(self)
 
     def begin(self, fn: TrainerFn) -> None:
-        """Start a call: reset the attributes that belong to the previous one."""
+        """Start a call: reset the attributes that belong to the previous call."""
         self.state.fn, self.interruption = fn, None
         self.state.stage = STAGE_OF[fn]  # as in Lightning, where ``setup`` already knows whether it is for training
         for name in ("hooks", "results", "agreement"):
@@ -277,7 +277,7 @@ class Session:
         return made
 
     def interrupt(self, by: str | None) -> None:
-        """Request the end of the call, and of a trial inside it, at the next boundary. None cancels the request."""
+        """Request the end of the call, and of a trial inside it, when possible; ``by=None`` cancels the request."""
         self.interruption = by
         self.should_stop = self.should_stop or by is not None
         if self.inner is not None:
@@ -288,14 +288,14 @@ class Session:
         apply_to_process(self.config, self.strategy.root_device.type)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy or for another process; the others belong to the running call."""
+        """Return the attributes to copy or pickle, without those that belong to the running call."""
         bound = ("hooks", "results", "agreement", "activations", "signals", "inner", "loop_exit")
         return {name: value for name, value in vars(self).items() if name not in bound}
 
     # -- callbacks and loggers -----------------------------------------------------------------------------
 
     def keep_callbacks(self) -> None:
-        """Apply the user's changes to ``trainer.callbacks`` to the Trainer's own callbacks, before a call."""
+        """Keep changes that the user has made to ``trainer.callbacks`` since the last call, for all later calls."""
         # by identity, since a user's callback may define `__eq__`
         shown, now = [*map(id, self.callbacks_at_setup)], [*map(id, self.callbacks)]
         if shown == now:

@@ -87,7 +87,7 @@ class Signals:
 
     @contextmanager
     def handle(self) -> Iterator[None]:
-        """Handle signals in the ``with`` block. A SIGTERM after the fit's last boundary is sent again at its end."""
+        """Handle signals in the ``with`` block; after the block, send a SIGTERM again that the fit did not handle."""
         asks = () if self.job is None else self.job.asks
         numbers = asks if is_under_lockstep() else (*asks, int(signal.SIGTERM))
         try:
@@ -122,7 +122,7 @@ class Signals:
     # -- before the loop -----------------------------------------------------------------------------------
 
     def set_up(self) -> None:
-        """Register the flag for signals and start the clock for saves, after the rendezvous."""
+        """Register the flag for signals and start the clock for saves, once the ranks are connected."""
         session = self.session
         self._flag = session.agreement.register("signal")
         self._keeps = self.job is not None and self.job.is_kept and not any(map(_saves, session.callbacks))
@@ -160,7 +160,7 @@ class Signals:
         return asked if path is None else path
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Load the result of this fit if it ended in an earlier attempt."""
+        """Load the result and the weights of this fit if it ended in an earlier attempt at the run."""
         ended = checkpoint.get(state.OWN, {}).get("ended") if self.is_later_attempt else None
         if ended is not None:
             rank_zero_info(f"{self.job}: this fit ended in an earlier attempt, so it is not run again")
@@ -170,7 +170,7 @@ class Signals:
     # -- at a boundary -------------------------------------------------------------------------------------
 
     def request(self) -> None:
-        """Raise this rank's flags for an interruption and for a signal."""
+        """Raise this rank's flags for a signal and for an interruption, which other ranks read."""
         session = self.session
         session.agreement.request(self._flag)
         session.agreement.request(session.interrupt_flag)
@@ -207,7 +207,7 @@ class Signals:
             logger.save()
 
     def _save_and_requeue(self, job: Attempts, number: int) -> int:
-        """Save, requeue the job and wait for its end; return the signal, or 0 if SLURM refused the requeue."""
+        """Save, requeue the job and wait for its end; return ``number``, or 0 if SLURM refused to requeue it."""
         name = signal.Signals(number).name
         rank_zero_info(f"{name}: all ranks save to {job.checkpoint(self.call)}")
         self._save(job)
@@ -218,7 +218,7 @@ class Signals:
         return 0
 
     def _requeue_and_wait(self, job: Attempts, number: int) -> str | None:
-        """Requeue the job and wait for its end; return SLURM's reason if it refused, None if the end did not come."""
+        """Requeue the job and wait for its end. Return SLURM's reason if it refused; None if the wait timed out."""
         # SLURM's SIGTERM may arrive before scontrol returns, and has to end ranks that wait for rank 0, too
         with by_default(signal.SIGTERM):
             refused = ""

@@ -48,7 +48,8 @@ class SpawnResults:
             or changed; None if the ranks have only parts of them.
         weights: the module's unsharded state dict, on the CPU.
         attributes: the module's other attributes.
-        callbacks: the callbacks, in the Trainer's order; for one that cannot be pickled, its attributes that can.
+        callbacks: the callbacks, in the Trainer's order; a callback that cannot be pickled is replaced by a dict of
+            those attributes that can be pickled.
         progress: counters of the fit.
         published: the metrics that users read.
         state: last state of the Trainer.
@@ -97,7 +98,7 @@ def _is_torchs(attribute: str) -> bool:
 
 
 def _build(module: nn.Module) -> dict[str, list[str]]:
-    """Describe layers (class) and parameters and buffers (shape), grouped by the module's attribute."""
+    """Return, for each attribute of the module, lines that describe its layers (class) and tensors (shape)."""
     parts: dict[str, list[str]] = {}
     layers = ((name, type(layer).__qualname__) for name, layer in module.named_modules() if name)
     tensors = ((name, str(tuple(t.shape))) for name, t in chain(module.named_parameters(), module.named_buffers()))
@@ -127,7 +128,8 @@ def in_turns(parts: list[list[Any]], several: bool) -> list[Any]:
 def call_in_copy(session: Session) -> Callable[..., SpawnResults]:
     """Return the function that forked processes call instead of :func:`call`.
 
-    It resets what belongs to the parent process in the Trainer and its parts, as pickling would.
+    The function first resets attributes of the Trainer and its parts that belong to the parent process, as pickling
+    would.
     """
     if session.state.fn == "fit":  # torch's optimizers import it, which takes a second: once here, not in each copy
         import torch._dynamo  # noqa: F401

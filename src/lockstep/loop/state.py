@@ -166,7 +166,7 @@ def _finished_in_window(session: Session, progress: Progress) -> int:
 
 
 def _entries(session: Session, progress: Progress, done: int, start: dict[str, Any] | None, holds: bool) -> list[Any]:
-    """Return the entries of all ranks on rank 0, and this rank's entry alone on other ranks. Collective.
+    """Return the ranks' entries for a checkpoint: on rank 0 all, on another rank only its own. Collective.
 
     Args:
         session: session of this rank.
@@ -195,7 +195,7 @@ def _entries(session: Session, progress: Progress, done: int, start: dict[str, A
 
 
 def logged(session: Session) -> dict[str, Any]:
-    """Return this rank's logged values and metric states in the epoch, and ``trainer.callback_metrics``."""
+    """Return this rank's logged values and metric states of the current epoch, and ``trainer.callback_metrics``."""
     module, results, validation = session.module, session.fit.results, session.fit.resume.validation
     return {
         "results": [] if results is None else deepcopy(results.state_dict()),
@@ -223,7 +223,7 @@ def metric_states(module: torch.nn.Module, of: LogCollector | None = None) -> di
 
 
 def _loader_state(session: Session) -> dict[str, Any]:
-    """Return the state of this rank's training loaders, as before the running batch."""
+    """Return the state that this rank's training loaders had before the running batch, if a batch runs."""
     fit = session.fit
     return {} if fit.feed is None else fit.feed.state_dict(fit.progress.under_way)
 
@@ -293,7 +293,7 @@ def finish(session: Session) -> None:
 
 
 def finish_alone(session: Session) -> None:
-    """Wait until this rank's checkpoints are written, without communication, and log an error. For failed runs."""
+    """Wait until this rank's checkpoints are written, without communication, and log an error. Used after a failure."""
     try:
         session.strategy.checkpoints.close()
     except Exception as failed:
@@ -430,7 +430,7 @@ def restore_model(session: Session, checkpoint: dict[str, Any]) -> None:
 
 
 def _call_load_hook(session: Session, checkpoint: dict[str, Any]) -> None:
-    """Call ``on_load_checkpoint`` on ``"state_dict"`` and, in a fit, on weights that a callback saved separately."""
+    """Call the module's ``on_load_checkpoint``; in a fit, once more for weights that a callback saved separately."""
     keys = {key for callback in session.callbacks if (key := callback._other_weights)} if session.fitting else set()
     weights = {key: checkpoint[key] for key in keys if isinstance(checkpoint.get(key), dict)}
     others = {key: {**checkpoint, "state_dict": copy(found)} for key, found in weights.items()}
@@ -446,13 +446,13 @@ def _call_load_hook(session: Session, checkpoint: dict[str, Any]) -> None:
 
 
 def _hashes_base(session: Session) -> bool:
-    """Return True if a fit hashes frozen weights at its start: a callback omits them, or they are small."""
+    """Return True if a fit hashes frozen weights when it starts, because a callback omits them or they are few."""
     will_save = any(getattr(callback, "save_trainable_only", False) for callback in session.checkpoint_callbacks)
     return will_save or session.base.elements <= frozen.SOON_HASHED
 
 
 def take_base(session: Session, checkpoint: dict[str, Any] | None) -> None:
-    """Record the frozen weights. Raise if they are not those that the checkpoint was trained with."""
+    """Record the frozen weights. Raise if the checkpoint was trained with different frozen weights."""
     module = session.module
     absent = None if checkpoint is None else frozen.absent_of(checkpoint, module)
     if checkpoint is not None and module.strict_loading:
@@ -469,7 +469,7 @@ def take_base(session: Session, checkpoint: dict[str, Any] | None) -> None:
 
 
 def restore_callbacks(session: Session, checkpoint: dict[str, Any]) -> None:
-    """Call the callbacks' ``on_load_checkpoint``, then load the state of each by its ``state_key``."""
+    """Call the callbacks' ``on_load_checkpoint``, then load each callback's state by its ``state_key``."""
     for hook in session.hooks.callbacks("on_load_checkpoint"):
         hook(checkpoint)
     with taking(session.ckpt_path, "'callbacks'"):

@@ -2,7 +2,8 @@
 
 Once per fit, `FitLoop.make_step` chooses the class that runs accumulation windows: `Automatic`, `ByClosure`
 (`loop/closures.py`), `Manual` or `Ahead`. The method ``window`` of each class runs a whole window. The base class
-`Step` has what all share: start and end of a micro-batch, its loss and backward. The update is in `loop/update.py`.
+`Step` has the methods that all share: for start and end of a micro-batch, its loss and its backward. The update is in
+`loop/update.py`.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Step:
         self._table = self._results.table
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Run one window; yield after the hooks of each micro-batch.
+        """Run one accumulation window; yield once for each micro-batch, after its hooks.
 
         Args:
             window: the micro-batches.
@@ -187,7 +188,7 @@ class Step:
         return batch
 
     def _begin_with_absent(self, batch: object, batch_idx: int, weight: float) -> Any:
-        """Start a micro-batch if some ranks have no samples for it. Collective."""
+        """Start a micro-batch for which some ranks have no samples. Collective."""
         names = self._hooks.owners(BATCH_HOOKS)
         if names:
             warn_once(SKIPPED.format(ranks=list(self.absent), names=", ".join(names)), key="batch hooks skipped")
@@ -212,7 +213,7 @@ class Step:
 
     @contextmanager
     def without_absent(self) -> Iterator[None]:
-        """Raise on collectives in the ``with`` block, whose user code does not run on ranks without samples."""
+        """Make collectives raise in the ``with`` block, because ranks without samples do not run its user code."""
         self._strategy.absent = self.absent
         try:
             yield
@@ -226,16 +227,16 @@ class Step:
         return (micro_batch.batch, micro_batch.number) if self.takes_idx else (micro_batch.batch,)
 
     def enter_step(self, muted: bool) -> None:
-        """Assign the next logged values to ``training_step``; if ``muted``, discard them."""
+        """Record values that are logged from now on as values of ``training_step``; if ``muted``, discard them."""
         self._results.table = self._table
         self._results.muted = muted
 
     def read_loss(self, output: Any, share: float) -> tuple[Tensor | None, float | Tensor]:
-        """Return the loss in a result of ``training_step``, and the factor to multiply it by.
+        """Return the loss from a result of ``training_step``, and the factor by which to multiply the loss.
 
         Args:
             output: result of ``training_step``.
-            share: the micro-batch's share of the window.
+            share: the micro-batch's share of the accumulation window.
         """
         if output is None:
             warn_once(
@@ -277,7 +278,7 @@ class Step:
     # -- its backward --------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Publish this rank's flags before the gradient reduction; other ranks read them at the window's end."""
+        """Publish this rank's flags (stop, signal) before the gradient reduction; ranks read them after the window."""
         self._session.request_stop()
         self._session.agreement.publish()
 
@@ -335,7 +336,7 @@ class Step:
         """Count a micro-batch and call ``on_train_batch_end``.
 
         Args:
-            outputs: first argument of the hooks.
+            outputs: first argument of ``on_train_batch_end``.
             micro_batch: the micro-batch that has ended.
             done: number of micro-batches to count.
         """
@@ -376,7 +377,7 @@ class Automatic(Step):
     """
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Run one window; yield after the hooks of each micro-batch."""
+        """Run one accumulation window; yield once for each micro-batch, after its hooks."""
         update = self.update
         steps = self.shared or bool(window.num_done)  # False if the loader gave None for every batch
         for micro_batch in self.micro_batches(window, batch_idx):
@@ -403,7 +404,7 @@ class Automatic(Step):
         return self._backward_of(output, micro_batch)
 
     def _backward_of(self, output: Any, micro_batch: TrainingBatch) -> Any:
-        """Run backward of the result of ``training_step``; return the outputs for ``on_train_batch_end``."""
+        """Run backward from a result of ``training_step``; return the outputs for ``on_train_batch_end``."""
         strategy = self._strategy
         loss, factor = self.read_loss(output, micro_batch.share)
         if loss is not None and self._watch_loss is not None:
@@ -436,7 +437,7 @@ class Automatic(Step):
     # -- micro-batches that some ranks have no samples of --------------------------------------------------
 
     def _with_absent_ranks(self, micro_batch: TrainingBatch) -> Any:
-        """Run forward and backward of a micro-batch if some ranks have no samples for it."""
+        """Run forward and backward of a micro-batch for which some ranks have no samples."""
         strategy = self._strategy
         with strategy.without_ranks(micro_batch.absent):
             if micro_batch.weight and micro_batch.batch is None:
@@ -458,7 +459,7 @@ class Automatic(Step):
         return None
 
     def _run_padding(self, micro_batch: TrainingBatch) -> None:
-        """Run the step on a rank without samples, because its forward communicates. Its gradients have weight zero."""
+        """Run the step on a rank without samples, as other ranks' forwards wait for it. Its gradients are ignored."""
         strategy, weights = self._strategy, self._fit.weights
         with padding(self._session):
             output = strategy.run(self.training_step, *self.arguments(micro_batch))
@@ -479,13 +480,13 @@ class Automatic(Step):
 
 
 class Manual(Step):
-    """Manual optimization: windows of one batch, whose ``training_step`` also updates the parameters.
+    """Manual optimization: accumulation windows of one batch, whose ``training_step`` also updates the parameters.
 
-    It therefore runs on every rank, on a padding batch if the rank has no samples (`loop/padding.py`).
+    ``training_step`` therefore runs on every rank, on a padding batch if the rank has no samples (`loop/padding.py`).
     """
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Run one window, which has one batch; yield after the batch's hooks."""
+        """Run one accumulation window, which has one batch; yield once, after the batch's hooks."""
         strategy = self._strategy
         for micro_batch in self.micro_batches(window, batch_idx):
             batch, weight, share = micro_batch.batch, micro_batch.weight, micro_batch.share
@@ -510,9 +511,9 @@ class Manual(Step):
 
 
 class StepParts:
-    """Merges on_step values if an engine splits each micro-batch into parts.
+    """Merges values logged with ``on_step=True`` if an engine splits each micro-batch into parts.
 
-    Values for an epoch do not need this, because they add up over the parts.
+    Values logged with ``on_epoch=True`` are not merged here, because they add up over the parts.
 
     Args:
         results: collector of the steps' values.
@@ -537,13 +538,13 @@ class StepParts:
             entry.step_fresh = 0
 
     def show(self) -> None:
-        """Assign the values merged over all parts to the current micro-batch, at its end."""
+        """Log the values merged over all parts as the current micro-batch's, when the micro-batch ends."""
         results = self._results
         for entry, value, weight in self._kept.pop(results.micro_batch, {}).values():
             entry.last, entry.last_weight, entry.step_fresh = value, weight, results.micro_batch
 
     def show_newest(self) -> int:
-        """Assign to each name the value from the last micro-batch that ran; return that micro-batch's number."""
+        """Log for each name the value from the newest micro-batch; return the newest micro-batch's number."""
         newest = self._results.micro_batch
         for number in sorted(self._kept):
             newest = max(newest, number)
@@ -553,7 +554,7 @@ class StepParts:
 
 
 class Ahead(Step):
-    """Windows that the engine runs itself. All batches are read before the first forward.
+    """Runs accumulation windows through the engine's own method; all batches are read before the first forward.
 
     Hooks of the batches run before and after the window; ``on_after_backward`` runs once.
 
@@ -583,7 +584,7 @@ class Ahead(Step):
             )
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Run one window; yield after the hooks of each micro-batch."""
+        """Run one accumulation window; yield once for each micro-batch, after its hooks."""
         results, update = self._results, self.update
         self.at_once = window.size
         started = [(micro_batch, results.micro_batch) for micro_batch in self.micro_batches(window, batch_idx)]
@@ -629,7 +630,7 @@ class Ahead(Step):
         self._enter(weight * part, number)
 
     def _enter(self, weight: float, number: int) -> None:
-        """Assign the next logged values to this micro-batch."""
+        """Record values that are logged from now on as values of micro-batch ``number``."""
         self._results.weight, self._results.micro_batch = weight, number
         self.enter_step(muted=weight == 0.0)
 
@@ -690,5 +691,5 @@ def has_uneven_targets(batch: object) -> bool:
 
 
 def _warn_of_uneven_loaders() -> None:
-    """Warn once that a step returned one loss for loaders that are split unevenly."""
+    """Warn once that ``training_step`` returned a single loss although it reads several loaders, split unevenly."""
     warn_once(UNEVEN, key="uneven loaders")

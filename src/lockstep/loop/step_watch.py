@@ -1,4 +1,4 @@
-"""StepWatch, which counts optimizer steps and skips those whose gradients overflowed, also if users call them."""
+"""StepWatch, which counts optimizer steps and skips those with overflowed gradients, also steps that users call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepWatch:
     """Counts and skips steps through hooks on the optimizers of a fit.
 
     Under manual optimization each step of an optimizer counts, through ``self.optimizers()`` or directly. A step with
-    non-finite gradients is skipped: while such an optimizer steps, its parameters have no gradients.
+    non-finite gradients is skipped: while the optimizer steps, its parameters' ``.grad`` is None.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StepWatch:
         self._scaler.multiply(self._strategy.gradients.local())
 
     def reduce(self) -> None:
-        """Unscale gradients after a backward, and record which optimizers have non-finite gradients."""
+        """Divide gradients by the loss scale after a backward, and record which optimizers have non-finite ones."""
         scaler, strategy = self._scaler, self._strategy
         assert scaler is not None
         scaler.divide(strategy.gradients.local())
@@ -78,7 +78,7 @@ class StepWatch:
             scaler.check(optimizer)
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Decide whether an optimizer may step, in manual optimization with complete gradients. May be collective."""
+        """Decide from complete gradients if an optimizer may step in manual optimization. May be collective."""
         scaler = self._scaler
         if scaler is None:
             return
@@ -90,7 +90,7 @@ class StepWatch:
     # -- the optimizers' hooks
 
     def forget_depth(self) -> None:
-        """Reset the step nesting at the start of a batch, in case the user caught an error from a step."""
+        """Reset the count of nested steps at the start of a batch, in case the user caught an error from a step."""
         self._stepping, self._depth = None, 0
 
     def _begin(self, owner: Optimizer, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

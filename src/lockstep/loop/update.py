@@ -120,7 +120,7 @@ class Update:
     # -- in a window ---------------------------------------------------------------------------------------
 
     def zero_grad(self, batch_idx: int) -> None:
-        """Clear the previous window's gradients, with ``on_before_zero_grad`` and ``optimizer_zero_grad``."""
+        """Call ``on_before_zero_grad``, and set the previous window's gradients to None by ``optimizer_zero_grad``."""
         if self._hooks.on_before_zero_grad is not None:
             self._strategy.steps_end()  # FSDP leaves parameters whole after a forward: what the hook writes is lost
             self._hooks.call("on_before_zero_grad", self.optimizer)
@@ -139,7 +139,7 @@ class Update:
             optimizer.zero_grad()
 
     def prepare(self) -> None:
-        """Prepare the window's gradient for the step: divide by weights, unscale, call the hook, and clip."""
+        """Prepare the gradients for the step: divide by weights, unscale, call ``on_before_optimizer_step``, clip."""
         optimizer = self.optimizer
         assert optimizer is not None
         if self.weighs is not False or self._fit.weights is not None:
@@ -160,7 +160,7 @@ class Update:
                     self._note(norm, "gradient norm")
 
     def _divide_weights(self) -> None:
-        """Divide the window's gradient by the sum of the "weight" values, if steps return them. Collective."""
+        """Divide the window's gradients by the sum of the "weight" values that steps returned, if any. Collective."""
         weighed, unweighed = self._fit.weights is not None, self.unweighed
         if self.weighs is None:  # a rank without samples has seen no loss, so all agree on it, once
             kinds = torch.tensor([weighed, unweighed], dtype=torch.float32)
@@ -178,7 +178,7 @@ class Update:
         self._fit.weights, self.unweighed = None, False
 
     def end_window(self, batch_idx: int, updated: bool) -> None:
-        """Count the update and step the schedulers, unless there was no batch or the update was skipped."""
+        """Count the update and step the schedulers; an update that was skipped or had no batch does not count."""
         self.had_batch = self.had_batch or updated
         updated = updated and not self._strategy.left_out
         updated = updated and (self._scaler is None or not self.watch.left_out)

@@ -16,7 +16,8 @@ class ValidationTiming:
     """Decides when a fit validates.
 
     Attributes:
-        every: training batches between two validations; infinite: at the epoch's end; None: by time, or not known yet.
+        every: number of training batches between two validations; infinity: only at an epoch's end; None: by time, or
+            not known yet.
     """
 
     def __init__(self, session: Session) -> None:
@@ -28,14 +29,14 @@ class ValidationTiming:
         self._flag = 0
 
     def start(self) -> None:
-        """Start the clock for intervals in time, and register the flag by which ranks agree."""
+        """Start the clock for intervals in time, and register the flag by which ranks agree to validate."""
         interval = self._session.config.val_check_interval
         self._seconds = interval.total_seconds() if isinstance(interval, timedelta) else math.inf
         self._since = time.monotonic()
         self._flag = self._session.agreement.register("validate")
 
     def plan(self, batches: int | float) -> None:
-        """Compute the interval from the number of training batches in an epoch, as the run's plan counts them.
+        """Compute the interval between validations from ``batches``, the number of training batches in an epoch.
 
         Raises:
             MisconfigurationException: the interval does not fit this number.

@@ -1,4 +1,4 @@
-"""WindowStart, a copy of the state that an accumulation window's micro-batches change besides gradients.
+"""WindowStart, a copy of the state that an accumulation window's micro-batches change in addition to gradients.
 
 A run that resumes within a window but cannot load the window's gradients repeats the window. It starts from this copy,
 so that nothing counts twice.
@@ -57,7 +57,7 @@ class _Buffer:
     value: Tensor
 
     def fits(self, buffer: Tensor) -> bool:
-        """Return True if ``buffer`` can be copied into ``value``."""
+        """Return True if ``buffer`` has the shape and dtype of the copy, so that its values can be stored there."""
         return self.value.shape == buffer.shape and self.value.dtype == buffer.dtype
 
     def unchanged(self) -> bool:
@@ -71,7 +71,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 class WindowStart:
-    """Copy of the state at the start of the current window, if windows have several micro-batches.
+    """Copy of the state at the start of the current accumulation window, if windows have several micro-batches.
 
     Example:
         >>> start.begin_epoch(module, results, published)
@@ -182,7 +182,7 @@ class WindowStart:
 
 @torch.no_grad()
 def put_buffers(module: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Copy the buffers in :meth:`WindowStart.state` into the module."""
+    """Copy ``saved``, the buffers in a result of :meth:`WindowStart.state`, into the module."""
     buffers = dict(module.named_buffers())
     for name, value in saved.items():
         buffers[name].copy_(value)

@@ -1,4 +1,4 @@
-"""Memory use of a rank in bytes by kind, and of activations saved for backwards by layer.
+"""Report of a rank's memory use by kind, and of the memory of saved activations by layer, in bytes.
 
     activations = Activations(model)
     with activations.counting():
@@ -78,7 +78,7 @@ def _key(tensor: Tensor) -> tuple[int, int]:
 
 
 def bytes_by_kind(held: Mapping[str, Iterable[Tensor]], device: str) -> tuple[dict[str, int], int]:
-    """Return the bytes of each kind of memory, and the bytes of all kinds on types of devices other than ``device``.
+    """Return the bytes of each kind of memory on devices of type ``device``, and the sum on devices of other types.
 
     Args:
         held: tensors by kind; a tensor may occur several times. A storage counts for the first kind in which it
@@ -181,7 +181,7 @@ class Activations:
 
     @contextmanager
     def _pausing(self, message: str) -> Iterator[None]:
-        """Disable saved-tensor hooks like torch's function, after removing the hooks of this object."""
+        """Disable saved-tensor hooks as torch's function does, but first remove the hooks of this object."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         mine = top is not None and top[0] == self._pack
         if mine:
@@ -315,7 +315,7 @@ class MemoryUse:
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds, without offloaded ones."""
+        """Bytes of all kinds, without offloaded memory."""
         return sum(getattr(self, kind) for kind in KINDS)
 
     def line(self) -> str:

@@ -63,7 +63,7 @@ def is_recomputing() -> bool:
 
 @contextmanager
 def running_again() -> Iterator[None]:
-    """Disable logging inside the block, whose code also runs a second time."""
+    """Disable logging inside the block, because another run of the same code logs the same values."""
     before, STATE.recomputing = STATE.recomputing, True
     try:
         yield
@@ -153,7 +153,7 @@ class Recomputed:
 
     Attributes:
         layer: the layer.
-        contexts: creates the contexts in which some outputs are stored; None: none are.
+        contexts: creates the contexts in which some outputs are stored; None: no outputs are stored.
         own: a ``forward`` that was in the layer's attributes before.
     """
 

@@ -56,7 +56,7 @@ class LossScaler:
         return self._grad_scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of the optimizer's parameters by the scale, and record if all are finite.
+        """Divide the gradients of the optimizer's parameters by the scale, and record whether all are finite.
 
         Further calls before `update` or `forget` do nothing.
         """
@@ -83,7 +83,7 @@ class LossScaler:
     unscale_ = unscale  # torch's name, for users of `trainer.scaler`
 
     def share_overflow(self, optimizer: Optimizer, largest: Callable[[Tensor], Tensor], device: torch.device) -> None:
-        """Make ranks with different gradients skip the same steps; for a call between `unscale` and `step`. Collective.
+        """Make ranks with different gradients skip the same steps. Call it between `unscale` and `step`. Collective.
 
         Args:
             optimizer: the optimizer; its gradients were unscaled on ranks that have any.
@@ -153,7 +153,7 @@ class LossScaler:
         """Lower the scale if gradients have overflowed since the last call; otherwise count towards raising it.
 
         Args:
-            optimizer: use only the records about this optimizer, and keep others for a later call. None: use all.
+            optimizer: use only the records about this optimizer, and keep the others for a later call; None: use all.
         """
         states = self._grad_scaler._per_optimizer_states
         others = {key: states.pop(key) for key in [*states] if optimizer is not None and key != id(_plain(optimizer))}
@@ -176,7 +176,7 @@ class LossScaler:
         multiply(gradients, scale.to(widest(scale.device)).reciprocal().float())
 
     def check(self, optimizer: Optimizer) -> None:
-        """Record if the optimizer's unscaled gradients are finite."""
+        """Record whether the optimizer's unscaled gradients are finite."""
         self.forget(optimizer)
         grad_scaler = self._grad_scaler
         if grad_scaler._scale is None:
@@ -198,7 +198,7 @@ class LossScaler:
         return bool(self._found(optimizer))
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Drop the record about the optimizer's gradients, before new gradients are computed."""
+        """Forget whether the optimizer's gradients are finite, before new gradients are computed."""
         self._grad_scaler._per_optimizer_states.pop(id(_plain(optimizer)), None)
 
     def _found(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
@@ -260,7 +260,7 @@ class UpdateGuard(LossScaler):
         """Do nothing, because gradients are not scaled."""
 
     def check(self, optimizer: Optimizer) -> None:
-        """Record if the optimizer's gradients are finite."""
+        """Record whether the optimizer's gradients are finite."""
         self.forget(optimizer)
         self.unscale(optimizer)
 
@@ -279,7 +279,7 @@ class UpdateGuard(LossScaler):
         )
 
     def update(self, optimizer: Optimizer | None = None) -> None:
-        """Drop the records about the gradients of the last step."""
+        """Forget which gradients of the last step were finite."""
         if optimizer is None:
             self._grad_scaler._per_optimizer_states.clear()
         else:

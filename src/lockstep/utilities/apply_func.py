@@ -1,4 +1,4 @@
-"""Functions that move nested data between devices; Lightning's import path."""
+"""Functions that move nested data between devices, importable from here as in Lightning."""
 
 from lockstep.ground.transfer import move_data_to_device
 

@@ -1,4 +1,4 @@
-"""CombinedLoader, which iterates over several loaders; Lightning's import path."""
+"""CombinedLoader, which iterates over several loaders, importable from here as in Lightning."""
 
 from lockstep.data.combined import CombinedLoader
 

@@ -1,4 +1,4 @@
-"""Exceptions that lockstep raises; Lightning's import path."""
+"""Exceptions that lockstep raises, importable from here as in Lightning."""
 
 from lockstep.ground.errors import MisconfigurationException, NonFiniteError, RankFailed
 

@@ -1,4 +1,4 @@
-"""Norms of gradients; Lightning's import path."""
+"""Norms of gradients, importable from here as in Lightning."""
 
 from lockstep.ground.parameters import grad_norm
 

@@ -1,4 +1,4 @@
-"""Functions that release memory, detach tensors and detect out-of-memory errors; Lightning's import path."""
+"""Functions for releasing memory and for out-of-memory errors, importable from here as in Lightning."""
 
 from lockstep.ground.memory_use import garbage_collection_cuda, is_oom_error
 from lockstep.ground.transfer import recursive_detach

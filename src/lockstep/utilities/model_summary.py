@@ -1,4 +1,4 @@
-"""Summaries of a model's layers and parameters; Lightning's import path."""
+"""Summaries of a model's layers and parameters, importable from here as in Lightning."""
 
 from lockstep.callbacks.layer_table import LayerSummary, ModelSummary, parse_batch_shape, summarize
 from lockstep.callbacks.layer_table import readable_count as get_human_readable_count

@@ -1,4 +1,4 @@
-"""AttributeDict, a dict for hyperparameters; Lightning's import path."""
+"""AttributeDict, a dict for hyperparameters, importable from here as in Lightning."""
 
 from lockstep.ground.hyperparameters import AttributeDict
 

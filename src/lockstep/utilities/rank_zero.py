@@ -1,4 +1,4 @@
-"""Messages and functions that run on rank 0 only; Lightning's import path."""
+"""Messages and functions that run on rank 0 only, importable from here as in Lightning."""
 
 from lockstep.ground.rank import (
     rank_prefixed_message,

@@ -1,4 +1,4 @@
-"""Functions for seeds and random states; Lightning's import path."""
+"""Functions for seeds and random states, importable from here as in Lightning."""
 
 from lockstep.ground.seed import isolate_rng, seed_everything
 

@@ -1,4 +1,4 @@
-"""Type aliases; Lightning's import path."""
+"""Type aliases, importable from here as in Lightning."""
 
 from lockstep.ground.types import (
     EVAL_DATALOADERS,

@@ -100,7 +100,7 @@ def plan_buckets(parameters: Sequence[ParameterInfo], caps: Sequence[float]) -> 
 def fit_plan(
     plan: Plan, parameters: Sequence[ParameterInfo], caps: Sequence[float], frozen: Iterable[str] = ()
 ) -> Plan:
-    """Adapt ``plan`` to ``parameters``: remove frozen parameters, and add buckets for missing ones.
+    """Adapt ``plan`` to ``parameters``: remove frozen parameters, and add buckets for parameters that it lacks.
 
     Args:
         plan: plan of another run, in which other parameters may have been frozen.
@@ -204,12 +204,12 @@ UNUSED = (
 
 
 class Bucket:
-    """Gradients that are reduced together in one buffer, optionally followed by the parameters' used flags.
+    """Gradients that are reduced together in one buffer, optionally with a flag for each parameter at its end.
 
     Args:
-        index: position of the bucket in a round.
+        index: position of the bucket in a gradient reduction.
         names, parameters: in the order of the buffer, all of one dtype and device.
-        holds_used: True if the used flags are at the end of the buffer.
+        holds_used: True if the flags in ``used`` are sent at the end of the buffer.
         alignment: alignment of gradients, in bytes.
 
     Attributes:
@@ -218,10 +218,10 @@ class Bucket:
         views: each parameter's part of the buffer, with the parameter's shape and strides. Each has its own version
             counter (``_version``).
         starts: where each view starts in ``buffer``, in elements.
-        used: the used flags, one for each parameter: 1 if it had a gradient when it was last checked.
+        used: a flag for each parameter: 1 if the parameter had a gradient when it was last checked.
         fresh: True if no parameter had a gradient when the backward started.
         waiting: indices of the parameters whose gradients are missing before the bucket may be launched.
-        saved: gradients from before a backward of weight 0; None otherwise.
+        saved: gradients that `hide` has set aside; None otherwise.
         work: the pending reduction; the transport that starts it also waits for it.
     """
 
@@ -255,7 +255,7 @@ class Bucket:
 
     @property
     def size(self) -> tuple[int, torch.dtype, torch.device]:
-        """Length, dtype and device of the flat buffer (a complex number counts as two real ones)."""
+        """Length, dtype and device of the flat buffer (a complex number counts as two real numbers)."""
         length = self.end + len(self.parameters) * self.holds_used
         if self.dtype.is_complex:
             return 2 * length, self.dtype.to_real(), self.device
@@ -263,7 +263,7 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that this rank sends for the bucket in a round."""
+        """Number of bytes that this rank sends for the bucket in a gradient reduction."""
         return self.flat.nbytes
 
     def lay_out(self, flat: Tensor) -> None:
@@ -290,7 +290,7 @@ class Bucket:
         return self.buffer.as_strided(parameter.shape, strides, self.starts[index])
 
     def release(self) -> None:
-        """Release the buffer's memory after another layout has replaced this one."""
+        """Release the buffer's memory after another layout has replaced this bucket's layout."""
         self.flat = self.buffer = self._tail = self.flat.new_empty(0)
         self._storage = self.flat.untyped_storage()
         self.views = []
@@ -368,20 +368,20 @@ class Bucket:
         self.waiting.difference_update([i for i, p in enumerate(self.parameters) if not p.requires_grad])
 
     def hide(self) -> None:
-        """Save the gradients and set ``.grad`` to None, so that a backward of weight 0 does not change them."""
+        """Set the accumulated gradients aside, and ``.grad`` to None, before a backward whose gradients are dropped."""
         self.saved = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
 
     def show(self) -> None:
-        """Restore the gradients that `hide` saved, dropping those from a backward of weight 0."""
+        """Restore the gradients that `hide` set aside, and drop gradients that were computed since."""
         if self.saved is not None:
             for parameter, grad in zip(self.parameters, self.saved, strict=True):
                 parameter.grad = grad
             self.saved = None
 
     def collect(self, views: bool, scale: float) -> float:
-        """Copy gradients that are not in the buffer yet, and the used flags, into the buffer.
+        """Copy into the buffer the gradients that are not there yet, and the flags of parameters with gradients.
 
         Args:
             views: True if gradients are views of the buffer.
@@ -448,7 +448,7 @@ class Bucket:
                 parameter.grad = view
 
     def used_anywhere(self) -> Sequence[Any]:
-        """Return one flag per parameter, not 0 if any rank had a gradient for it, read from the reduced buffer."""
+        """Read a flag for each parameter from the reduced buffer: nonzero if any rank had a gradient for it."""
         # Only a rank that lacks gradients has to read them: that makes a GPU wait, and is seldom needed.
         if 0 not in self.used:
             return self.used
@@ -462,7 +462,7 @@ class Bucket:
 
         Args:
             views: True if gradients are views of the buffer.
-            anywhere: one flag per parameter, not 0 if any rank had a gradient for it; None if nothing was reduced.
+            anywhere: a flag for each parameter, nonzero if any rank had a gradient for it; None if nothing was reduced.
         """
         if anywhere is None:
             return
@@ -509,7 +509,7 @@ class SparseBucket(Bucket):
         self.fresh = not self.used[0]
 
     def collect(self, views: bool, scale: float) -> float:
-        """Store the gradient in ``flat`` for sending; an empty sparse tensor if there is none."""
+        """Store the gradient in ``flat`` for sending; without a gradient, store an empty sparse tensor."""
         parameter = self.parameters[0]
         grad = parameter.grad if self.saved is None else self.saved[0]
         self.used[0] = grad is not None
@@ -526,7 +526,7 @@ class SparseBucket(Bucket):
         return scale
 
     def used_anywhere(self) -> Sequence[Any]:
-        """Raise AssertionError, because used flags of sparse gradients are sent separately."""
+        """Raise AssertionError, because a sparse gradient's flag is not in a buffer, but sent separately."""
         raise AssertionError("used flags of sparse gradients are sent separately")
 
     def give_back(self, views: bool, anywhere: Sequence[Any] | None) -> None:

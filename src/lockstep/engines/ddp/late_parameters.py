@@ -151,11 +151,11 @@ def refuse(rank: int, kind: str, name: str) -> NoReturn:
 
 
 class LateRefusal:
-    """Raises if parameters are added to the module or its optimizers, before a step would be wrong.
+    """Raises if parameters are added to the module or its optimizers, before ranks train them differently.
 
     A parameter is refused if it requires a gradient or if an optimizer has it: a new head, a parameter of
     ``weight_norm``, one that ``load_state_dict(assign=True)`` has replaced, a tensor of ``add_param_group``. Frozen
-    parameters outside of optimizers may be added. Among buffers only the masks of ``torch.nn.utils.prune`` may.
+    parameters outside of optimizers may be added. Of buffers, only the masks of ``torch.nn.utils.prune`` may be added.
 
     Args:
         module: the module of the run.
@@ -180,7 +180,7 @@ class LateRefusal:
         return late
 
     def check(self, frozen: Sequence[Tensor] = ()) -> None:
-        """Check cheaply for additions, before each forward and backward.
+        """Raise if parameters or buffers were added: a cheap check, before each forward and backward.
 
         If an optimizer's groups have changed, or some of the ``frozen`` parameters now require gradients, the ranks
         compare the parameters they train. If only some ranks see such a change, they wait for the others.
@@ -199,7 +199,9 @@ class LateRefusal:
             self.compare()
 
     def check_thoroughly(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check thoroughly for additions, between epochs and after optimizers were replaced. Collective.
+        """Raise if parameters or buffers were added: a thorough check, between epochs. Collective.
+
+        Also called after optimizers were replaced.
 
         Raises:
             MisconfigurationException: something was added, or ranks step different parameters.

@@ -1,4 +1,4 @@
-"""Batch norm over all ranks with torch's CUDA kernels, which access an activation 8 times, in its own dtype.
+"""Batch norm over all ranks with torch's CUDA kernels, which read or write each activation 8 times, in its dtype.
 
 The CPU's path uses float32 copies, with five times the bytes and three times the kernels. Here too, statistics of
 16-bit inputs are float32. Nothing is copied to the host.
@@ -32,7 +32,7 @@ def takes(input: Tensor) -> bool:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in a layout that the kernels read in one pass: channels last if it is so, else contiguous."""
+    """Return ``tensor`` in a layout that kernels read in one pass: unchanged if channels last, else contiguous."""
     for layout in (torch.channels_last, torch.channels_last_3d):
         if tensor.dim() == (4 if layout is torch.channels_last else 5) and tensor.is_contiguous(memory_format=layout):
             return tensor
@@ -67,7 +67,7 @@ def combine(
     running_var: Tensor | None = None,
     momentum: float = 0.0,
 ) -> Statistics:
-    """Combine the ranks' statistics in rank order, and update the running statistics, which have the same dtype."""
+    """Combine the ranks' statistics in rank order, and update the running statistics, of the same dtype."""
     channels = rows.shape[1] // 2
     means, inverses, counts = rows[:, :channels], rows[:, channels : 2 * channels], rows[:, 2 * channels]
     # the dtype of the first argument alone selects the kernel: a 16-bit one would read 16-bit counts

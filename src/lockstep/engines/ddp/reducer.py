@@ -333,7 +333,7 @@ class Reducer:
 
     @waits("reducing gradients in backward")
     def finish(self) -> None:
-        """Reduce the remaining gradients after a backward, and wait. If `sync` is False, only clean up."""
+        """Reduce remaining gradients after a backward, and wait for all reductions. If not `sync`, only clean up."""
         if self._idle:
             if self.zero_weight:
                 self._show()
@@ -367,7 +367,7 @@ class Reducer:
         self.zero_weight = False
 
     def _wait(self) -> tuple[list[Sequence[Any] | None], bool]:
-        """Wait for all buckets. Return all ranks' used flags, and True if all ranks can record a static graph now."""
+        """Wait for all buckets. Return the ranks' flags, and True if all ranks can record a static graph now."""
         message = None
         group = self.round_group if self._recorded is None and not self._inline else False
         if group is not False:
@@ -456,7 +456,7 @@ class Reducer:
 
     @does("reducing gradients in backward")
     def _conclude(self) -> None:
-        """Allow launches during backwards once all buckets were used and no backward ran others inside."""
+        """Let backwards launch buckets once each bucket has had a gradient, unless a backward ran inside another."""
         self._nested = self._nested or len(self._tasks) > 1
         self._tasks.clear()
         self._untouched.difference_update(self._arrived)
@@ -487,7 +487,7 @@ class Reducer:
             self._drop_probes()
 
     def _record_graph(self, anywhere: Sequence[Sequence[Any] | None]) -> None:
-        """Record this backward as the pattern of all later ones."""
+        """Record which gradients arrived in this backward as the pattern of all later backwards."""
         # without gradients of earlier backwards in the window: a parameter that was frozen since then, or replaced by
         # another, has one in this round only
         used = {
@@ -584,7 +584,7 @@ class PassingHook:
 
 
 def move_last(hooks: Iterable[Any]) -> bool:
-    """Move ``hooks`` after all hooks added since, which may change gradients. Return True."""
+    """Make ``hooks`` run after hooks that were added later, which may change gradients. Return True."""
     for hook in hooks:
         if not isinstance(hook, PassingHook):  # it runs after them anyway
             registered = hook.hooks_dict_ref()
@@ -706,7 +706,7 @@ class StaticGraph:
         return [_state(parameter) for parameter in bucket.parameters]
 
     def _places(self, bucket: Bucket) -> list[Any]:
-        """Return values that change if a gradient in its final place changes after the launch."""
+        """Return values that differ at a later call if a gradient, in the buffer or in ``.grad``, has changed since."""
         return [v._version for v in bucket.views] if self._views and bucket.views else self._states(bucket)
 
 

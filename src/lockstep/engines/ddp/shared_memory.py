@@ -129,7 +129,7 @@ class Semaphores:
         return True
 
     def close(self) -> None:
-        """Release the semaphores, after which other ranks treat this rank as gone. Deleting the object does so too."""
+        """Release the semaphores. Other ranks then treat this rank as gone. Deleting the object also releases them."""
         self._close()
 
 
@@ -294,13 +294,13 @@ class SharedReduction(AllReduce):
                 self._to_finish.popleft().under_way = False
 
     def close(self) -> None:
-        """Release the memory. Ranks that still wait for this one raise an error."""
+        """Release the memory. Ranks that still wait for this rank raise an error."""
         self._failed = self._failed or "this reducer is closed"
         self._shares = []
         self._semaphores.close()
 
     def _sum_what_is_filled(self) -> None:
-        """Sum this rank's shares of all buckets that all ranks have filled."""
+        """Sum this rank's shares of those buckets that all ranks have filled."""
         while self._to_sum and self._receive_all(self._to_sum[0], _FILLED):
             share = self._to_sum.popleft()
             share.sum()
@@ -309,17 +309,17 @@ class SharedReduction(AllReduce):
                 self._add(semaphore)
 
     def _receive_all(self, share: _Share, what: int) -> bool:
-        """Receive the messages that have arrived. Return True if all messages have arrived."""
+        """Receive the messages of kind ``what`` that have arrived. Return True if none is missing."""
         messages, missing = self._messages[what], share.missing
         while missing and self._take(messages[missing[0]]):
             missing.pop(0)
         return not missing
 
     def _sleep(self, share: _Share, what: int, bucket: Bucket) -> None:
-        """Wait for the next message of a rank that is still missing.
+        """Wait for the next missing message of kind ``what``.
 
         Raises:
-            RuntimeError: the rank has ended, or did not arrive within the group's timeout.
+            RuntimeError: a rank has ended, or its message did not arrive within the group's timeout.
         """
         messages, missing = self._messages[what], share.missing
         start = time.monotonic()
@@ -353,13 +353,13 @@ class SharedReduction(AllReduce):
         raise RuntimeError(reason)
 
     def _named(self, members: list[int]) -> str:
-        """Return global ranks for a message: ``"rank 3"``, ``"ranks 0, 2"``."""
+        """Return the global ranks of ``members`` as text for a message: ``"rank 3"``, ``"ranks 0, 2"``."""
         numbers = sorted(self._numbers[member] for member in members)
         return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 class _Share:
-    """This rank's share of a bucket, which it sums, and the state of the round."""
+    """The part of a bucket that this rank sums over the ranks, and the state of the current reduction."""
 
     __slots__ = ("_blocks", "_factor", "is_mine", "missing", "others", "scale", "semaphores", "under_way")
 
@@ -398,7 +398,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _lay(memory: mmap.mmap, length: int, dtype: torch.dtype, start: int) -> Tensor:
-    """Return a tensor over ``length`` elements of the memory from byte ``start``; it keeps the memory alive."""
+    """Return a tensor over ``length`` elements of the memory from byte ``start``. The tensor keeps it alive."""
     if length == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=length, offset=start)

@@ -63,7 +63,7 @@ class CountedLocalSteps(LocalSteps, Protocol):
     """Local steps, with the methods through which the strategy counts, averages, saves and loads them."""
 
     def round(self) -> None:
-        """Record that a round of gradients starts."""
+        """Record that a gradient reduction starts."""
 
     def step(self) -> None:
         """Record an optimizer step, and average the weights if an average is due; collective in that case."""
@@ -95,7 +95,7 @@ class AttachableHook(Protocol):
     def attach(
         self, reducer: Reducer, module: nn.Module, optimizers: list[Optimizer], node_rank: int, **of_steps: Any
     ) -> CountedLocalSteps | None:
-        """Reduce the buckets of ``reducer`` by the hook. Return this fit's local steps, or None. Collective."""
+        """Make ``reducer`` reduce its buckets with this hook. Return the fit's local steps, or None. Collective."""
 
     def detach(self) -> None:
         """Detach the hook at the end of a fit."""
@@ -343,7 +343,7 @@ class DDPStrategy(RankedStrategy):
         reducer.on_unprepared_grad = unprepared
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Raise if a parameter is not reduced, even one that was added without registration. Collective."""
+        """Raise if a parameter is not reduced, even if it bypassed torch's registration hooks. Collective."""
         if replaced and self._shard_optimizer and self.world.size > 1:
             raise MisconfigurationException(
                 f"The optimizers were replaced during a fit, which {type(self).__name__}(shard_optimizer=True) does "
@@ -398,14 +398,14 @@ class DDPStrategy(RankedStrategy):
         self._end_round(reducer)
 
     def skip(self, absent: bool = False) -> None:
-        """Reduce the gradients that this rank has accumulated in the window."""
+        """Reduce the gradients that this rank has accumulated in the window, although this rank runs no backward."""
         assert self._reducer is not None
         if self.sync_gradients:
             self._begin_round(self._reducer, absent)
             self._end_round(self._reducer)
 
     def _begin_round(self, reducer: Reducer, drops: bool) -> None:
-        """Prepare a backward, which reduces gradients if it is the window's last."""
+        """Prepare the reducer for a backward, which reduces gradients if it is the last of an accumulation window."""
         reducer.sync, reducer.zero_weight = self.sync_gradients, drops
         if self.sync_gradients:
             if self._late is not None:

@@ -1,4 +1,4 @@
-"""Transports that average buckets over the ranks, and flags that record which parameters were used."""
+"""Transports that average buckets over the ranks, and flags that record which parameters have gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Transport(Protocol):
     alignment: int
 
     def buffers(self, sizes: list[Size]) -> Iterable[Tensor] | None:
-        """Return a flat buffer of zeros for each bucket; None, on all ranks, if the transport cannot."""
+        """Return a flat buffer of zeros for each bucket; None on all ranks if the transport cannot create buffers."""
         ...
 
     def start(self, bucket: Bucket, scale: float) -> None:
@@ -46,7 +46,7 @@ class Transport(Protocol):
         ...
 
     def flush(self) -> None:
-        """Wait until started buckets send no further messages, so that other collectives may follow."""
+        """Wait until the started buckets send no further messages, so that other collectives may follow."""
         ...
 
     def wait(self, bucket: Bucket) -> None:
@@ -138,10 +138,10 @@ class Flags:
 
 
 class UsedParameters:
-    """Used flags of all buckets in a round, one byte per parameter, reduced asynchronously over ``group``.
+    """Flags for the parameters that have gradients, one byte per parameter, reduced asynchronously over ``group``.
 
     Args:
-        buckets: the buckets of the round, all launched.
+        buckets: all buckets of a gradient reduction, which were launched.
         willing: True if this rank can use this backward as the pattern of later ones.
         group: process group of the ranks.
         arrived: if ``willing``, names of the parameters that got gradients in this backward; other parameters have
@@ -179,7 +179,7 @@ class UsedParameters:
         self.nbytes, self.work = self._flags.nbytes, self._flags.work
 
     def wait(self) -> tuple[list[Sequence[Any] | None], bool]:
-        """Return the maximum of the used flags over all ranks for each bucket, and True if all ranks were willing."""
+        """Return each bucket's flags, as maxima over the ranks, and True if every rank passed ``willing=True``."""
         if not self._needs_result:
             if self._waits and self.work is not None:
                 self.work.wait()

@@ -498,7 +498,7 @@ class ShardedGradients(Gradients["ShardedModule"]):
         return list({id(gradient): local_part(gradient) for gradient in found}.values())
 
     def window_state(self) -> dict[str, Any]:
-        """Return gradients of unsharded parameters, and under ``"sharded"`` this rank's gradients of sharded ones."""
+        """Return gradients of unsharded parameters, and under ``"sharded"`` this rank's gradient shards."""
         named, shards = self.engine.named_parameters(), self.holder
         whole = {name: p.grad for name, p in named.items() if name not in shards.parameters and p.grad is not None}
         copies = {name: gradient.detach().cpu().clone() for name, gradient in whole.items()}

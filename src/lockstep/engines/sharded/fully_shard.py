@@ -275,7 +275,7 @@ class ShardedModule:
         return set(self._params)
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Call a method of the module with the module's own parameters gathered.
+        """Call a method of the module while the parameters in the module's own group (in no block) are gathered.
 
         The method's floating-point inputs are cast according to the module's policy.
         """
@@ -289,10 +289,10 @@ class ShardedModule:
             self._is_running = False
 
     def serve_calls(self, within: bool) -> Callable[[], None]:
-        """Support calls of the module's layers in hooks; if ``within``, also after a backward inside `run`.
+        """Let hooks call the module's layers; if ``within``, also let steps call them after a backward.
 
         Returns:
-            A function that ends the support.
+            A function that disables such calls again.
         """
         from lockstep.engines.sharded.gathered_calls import GatheredCalls
 
@@ -531,7 +531,7 @@ def _like(sharded: Any, part: Tensor) -> Tensor:
 
 
 def shard_like(own: object, value: Any) -> Any:
-    """Return ``value`` as a DTensor sharded like ``own``; as a full tensor if ``own`` is none, or its shape differs.
+    """Return ``value`` sharded like the DTensor ``own``; as a full tensor if ``own`` is none or has another shape.
 
     Collective if ``value`` is already sharded differently.
     """
@@ -603,7 +603,7 @@ def gathered(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
 
     Args:
         state: a state dict with DTensors, with the same keys on all ranks.
-        keep: True on ranks that get the values; elsewhere each is replaced by a tensor on the meta device.
+        keep: True on ranks that get the values; other ranks get tensors on the meta device instead.
     """
     from torch.distributed.tensor import DTensor
 
@@ -660,7 +660,7 @@ def clip_norm(parameters: Iterable[Tensor], limit: float) -> Tensor | None:
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-    """Run ``scaler.unscale_(optimizer)`` on shards; a non-finite value on any rank counts on all. Collective."""
+    """Run ``scaler.unscale_(optimizer)`` on shards; if one rank finds non-finite values, all do. Collective."""
     # the groups contain this rank's plain shards meanwhile; the ranks agree about non-finite values below
     groups, wholes = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
     try:

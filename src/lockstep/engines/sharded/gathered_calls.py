@@ -14,16 +14,16 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 class GatheredCalls:
-    """Gathers the module's own parameters for calls of its layers outside of a step, and frees them afterwards.
+    """Gathers the parameters in the module's own group for layer calls outside of a step, then frees them.
 
     Within a step the module's entry method has gathered the parameters, and the end of a step or an evaluation frees
-    them. Without this class, parameters that a call leaves gathered would be read and written instead of the shards.
+    them. Without this class, later code would read and write parameters that a call has left gathered, not the shards.
 
     Args:
         module: a module with ``fully_shard`` called on it or on some of its layers.
         is_busy: returns True while a step or a backward runs.
         free: frees gathered parameters.
-        within: support calls after a backward within a step too, as in manual optimization.
+        within: also support calls after a backward within a step, as in manual optimization.
     """
 
     def __init__(self, module: nn.Module, is_busy: Callable[[], bool], free: Callable[[], None], within: bool) -> None:

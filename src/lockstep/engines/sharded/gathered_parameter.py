@@ -150,7 +150,10 @@ def watch(group: Any) -> None:
 
 
 def _is_data_set(shard: Parameter) -> bool:
-    """Return True if ``shard.data`` was assigned since the first call, which replaces a DTensor's empty memory."""
+    """Return True if ``shard.data`` was assigned after this function's first call for ``shard``.
+
+    The assignment replaces the empty memory of a DTensor.
+    """
     memory = shard.untyped_storage()._cdata
     return bool(vars(shard).setdefault("_lockstep_memory", memory) != memory)
 
@@ -201,7 +204,7 @@ def _carry(param: FSDPParam) -> bool:
 
 
 def _own_part(param: FSDPParam, whole: Tensor) -> Tensor:
-    """Return this rank's part of a full parameter."""
+    """Return the part of ``whole``, a full parameter, that this rank's shard stores."""
     mesh, dim = param.mesh_info, param.fsdp_placement.dim
     if not isinstance(mesh, FSDPMeshInfo):
         return whole

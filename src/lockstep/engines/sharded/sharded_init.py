@@ -131,7 +131,7 @@ class ShardedInit(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Gather an operation's tensors, run the operation, and release other tensors."""
+        """Gather the arguments of ``func``, run it, and release other tensors if memory is over the budget."""
         with torch._C.DisableTorchFunction():
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             # the values of a tensor that the operation overwrites need not be gathered
@@ -177,7 +177,7 @@ class ShardedInit(TorchDispatchMode):
             self.peak = max(self.peak, self._bytes)
 
     def _shrink(self, in_use: set[int]) -> None:
-        """Slice the least recently used tensors until the budget is met; the same ones on all ranks."""
+        """Slice the least recently used tensors, the same on all ranks, until memory is within the budget."""
         for number in list(self._whole):
             if self._bytes <= self._budget:
                 return

@@ -75,12 +75,12 @@ class ShardedStrategy(RankedStrategy):
 
     @staticmethod
     def _take_others(kind: type, others: Mapping[str, object], no_effect: Mapping[str, str]) -> None:
-        """Check the extra keyword arguments (``**others``) of a strategy class."""
+        """Raise if extra keyword arguments (``**others``) of a strategy class are unknown or not supported."""
         known = [*inspect.signature(kind).parameters]
         check_others(kind.__name__, others, known, no_effect)
 
     def _save_in_parts(self, asynchronous: bool = False) -> None:
-        """Write sharded checkpoints, to which each rank writes its part."""
+        """Make this run's checkpoints sharded: each rank writes its part of a checkpoint."""
         self.saves_shards = True
         self.checkpoints = CheckpointWriter(AsyncShardedCheckpointIO() if asynchronous else ShardedCheckpointIO())
 
@@ -88,7 +88,7 @@ class ShardedStrategy(RankedStrategy):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Let all ranks together create a module that is too large for one, in ``configure_model``. Collective.
+        """Let all ranks together create a module that is too large for one rank, in ``configure_model``. Collective.
 
         The caller runs ``configure_model`` inside the block. All ranks use rank 0's random numbers.
         """
@@ -192,7 +192,7 @@ class ShardedStrategy(RankedStrategy):
     # -- checkpoints
 
     def _refuse_alone(self, alone: bool) -> None:
-        """Raise if only one rank would save, since its part is useless without the other ranks'."""
+        """Raise if only one rank would save, since its part is useless without the other ranks' parts."""
         if alone and self.world.size > 1:
             raise MisconfigurationException(
                 f"rank {self.world.rank} cannot save a checkpoint alone: each rank has a part of the states "
@@ -209,7 +209,7 @@ class ShardedStrategy(RankedStrategy):
         return sharded.load_parts(filepath, self._reads_into(), needs, weights_only)
 
     def _reads_into(self) -> Place:
-        """Return a function that creates the tensors into which this rank's parts are read."""
+        """Return a function that creates the tensors into which this rank's parts of a checkpoint are read."""
         raise NotImplementedError
 
 
@@ -252,9 +252,9 @@ def update_one_by_one(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Non
 
 
 def bring_states(module: nn.Module, device: torch.device) -> None:
-    """Move states that are neither parameters nor buffers to the device.
+    """Move states of layers, other than parameters and buffers, to the device.
 
-    They belong to layers that define their own ``_apply`` and have no parameters, such as torchmetrics' objects.
+    Only layers that define ``_apply`` and have no parameters, such as torchmetrics' objects, have such states.
     """
     for layer in module.modules():
         if type(layer)._apply is not nn.Module._apply and next(layer.parameters(), None) is None:
@@ -262,7 +262,7 @@ def bring_states(module: nn.Module, device: torch.device) -> None:
 
 
 def generate_together(module: nn.Module) -> None:
-    """Make transformers' ``generate`` call the model until the texts on every rank have ended.
+    """Make transformers' ``generate`` continue on every rank until the texts on all ranks have ended.
 
     Each call gathers parameters, so if a rank stopped at the end of its own texts, other ranks would wait.
     """

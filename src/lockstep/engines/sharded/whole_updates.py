@@ -99,7 +99,7 @@ class WholeUpdates(Owners):
 
     @contextmanager
     def _updating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Prevent any update inside the block, by hiding gradients, then run the rounds."""
+        """Prevent updates inside the block, by hiding gradients; then update full parameters on their owner ranks."""
         updated = self._with_gradient(optimizer)
         rounds = _Rounds(self, optimizer, updated)
         with without_gradients(updated):
@@ -112,7 +112,7 @@ class WholeUpdates(Owners):
         return found
 
     def boxes(self, parameter: Tensor) -> list[Box]:
-        """Return the range of a parameter that each rank's shard covers."""
+        """Return, for each rank, the range of a parameter that the rank's shard covers."""
         found: list[Box] = self._boxes[parameter]
         return found
 
@@ -148,7 +148,7 @@ class _About:
 
 
 class _Rounds:
-    """Updates of one step, gathered, computed and sent back in rounds that are the same on all ranks.
+    """Updates of one optimizer step, in rounds: gather parameters on owners, update them, send back new values.
 
     Args:
         owners: owners of the parameters.
@@ -193,7 +193,7 @@ class _Rounds:
     # -- from shards to the owner
 
     def _sources(self, parameter: Tensor) -> list[tuple[int, Box]]:
-        """Return (rank, range) of each shard that the owner receives; of replicated shards, its own if possible."""
+        """Return (rank, range) of each shard that the owner receives; of equal shards, the owner's if possible."""
         owner, boxes = self._owners.owner(parameter), self._owners.boxes(parameter)
         found: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for rank, box in enumerate(boxes):
@@ -246,7 +246,7 @@ class _Rounds:
     # -- the update
 
     def _updated(self, parameters: Sequence[Tensor], arrived: list[list[Tensor]]) -> list[Tensor]:
-        """Return new values of this rank's parameters, or the summands for values that were not gathered."""
+        """Return the new values of this rank's parameters; for values that were not gathered, the summands to add."""
         streams = [iter(each) for each in arrived]
         substitutes: dict[int, Parameter] = {}
         optimizer = self._optimizer
@@ -295,7 +295,7 @@ class _Rounds:
         return self._exchange(send, expected, row)
 
     def _apply(self, row: Sequence[Sequence[Tensor]], exchange: _Exchange) -> None:
-        """Write received values to this rank's shards."""
+        """Apply received values, or summands, to this rank's shards."""
         streams = [iter(each) for each in exchange.arrive()]
         for owner, parameters in enumerate(row):
             for parameter in parameters:
@@ -314,7 +314,7 @@ _REPLACED = {*Owners.METHODS, *_HOOKS, "_owned", "zero_grad", "state", "param_gr
 
 
 def _pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of parameters, one list per round."""
+    """Divide one owner's parameters into a list for each round, by size in bytes."""
     piece: list[Tensor] = []
     size = 0
     for parameter in parameters:
