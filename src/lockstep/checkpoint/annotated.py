@@ -1,4 +1,4 @@
-"""Rebuilding of objects from the plain hyperparameters in a checkpoint and the class names beside them."""
+"""Rebuilding of objects from the plain hyperparameters in a checkpoint and the recorded class names."""
 
 from __future__ import annotations
 

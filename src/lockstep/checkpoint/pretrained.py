@@ -184,7 +184,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Source:
-    """Where one tensor of the model comes from: names in a folder's files, and a conversion if needed.
+    """Source of one tensor in the model: names in a folder's files, and a conversion if needed.
 
     Attributes:
         loading: the call of `load_pretrained`.

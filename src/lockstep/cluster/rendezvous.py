@@ -162,7 +162,7 @@ LOOK = 1.0
 
 
 def _send_number(store: dist.Store, size: int, number: int, until: float) -> bool:
-    """On rank 0, send the attempt's number to all ranks. When all have confirmed the number, tell them to use it.
+    """On rank 0, send the attempt's number to all ranks. When all have confirmed the number, confirm its use to them.
 
     Return False if time is up before.
     """
@@ -226,5 +226,5 @@ def _explain(world: World, error: Exception, limit: timedelta, listens: bool) ->
 
 
 def _joined_count(text: str) -> str:
-    """Return the part of torch's message that tells how many ranks have connected."""
+    """Return the part of torch's message about how many ranks have connected."""
     return next((part.strip() for part in text.split(".") if "clients joined" in part), text)

@@ -170,7 +170,7 @@ class BatchCounting:
     """True if a step has a different number of samples from that attempt, or a stream a different number of workers."""
 
     def report(self) -> None:
-        """Tell the user if this attempt counts batches differently from the previous attempt."""
+        """Inform the user if this attempt counts batches differently from the previous attempt."""
         if self.moved:
             (rank_zero_warn if self.is_warning else rank_zero_info)(self.message)
 

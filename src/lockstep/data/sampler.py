@@ -278,7 +278,7 @@ class Drawn(Indexed):
         self._resume = state.get("order", {})
 
     def _share_out(self, drawn: list[Any]) -> None:
-        """Divide newly drawn elements, which begin with a new window, among the ranks. Store this rank's part."""
+        """Divide newly drawn elements, which start with a new window, among the ranks. Store this rank's part."""
         in_batches = self._sampling.batch_size is None
         partition = self._partition_of(len(drawn))
         chunk = _Chunk(partition, list(map(len, drawn)) if in_batches else [])

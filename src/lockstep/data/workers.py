@@ -269,7 +269,7 @@ def end_workers(loader: object) -> None:
 
 
 class _DoneEvent:
-    """The parent's side of a `multiprocessing.Event` that tells workers to end. Killed workers cannot block it."""
+    """The parent's side of a `multiprocessing.Event` that requests workers to end. Killed workers cannot block it."""
 
     def __init__(self, condition: Condition, flag: Semaphore, workers: Sequence[BaseProcess]) -> None:
         self._condition = condition
@@ -281,7 +281,7 @@ class _DoneEvent:
         return self._set
 
     def set(self) -> None:
-        """Tell the workers to end. If a killed worker has the event's lock, kill the others."""
+        """Request the workers to end. If a killed worker has the event's lock, kill the others."""
         self._set = True
         if self._condition.acquire(timeout=SECONDS_FOR_LOCK):
             try:

@@ -25,7 +25,7 @@ Parts = list[tuple[str, Tensor]]
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the tensors of which this rank's shard contains NaN or Inf.
+    """Return the names of the tensors whose shards on this rank contain NaN or Inf.
 
     Waits for the device once, and again only if something is found.
     """

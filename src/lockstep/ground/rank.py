@@ -164,7 +164,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 @dataclass(frozen=True)
 class Doing:
-    """What a mark by `does` or `waits` says about a function."""
+    """Description of a function, from its mark by `does` or `waits`."""
 
     words: str  #: "saving a checkpoint"; "" if there are none
     waits: bool  #: True if the function itself waits for other ranks

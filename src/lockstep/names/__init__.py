@@ -1,1 +1,1 @@
-"""Support for importing Lightning's names, each of which is mapped to lockstep's or refused with a reason."""
+"""Support for importing Lightning's names. Each name is mapped to lockstep's, or refused with a reason."""

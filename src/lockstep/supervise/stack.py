@@ -115,7 +115,7 @@ class Stack:
 
     @property
     def doing(self) -> str:
-        """What lockstep or torch does below the user's code, in words or as a function's name; "" if unknown."""
+        """Activity of lockstep or torch below the user's code, in words or as a function's name; "" if unknown."""
         below = list(self._below_users())
         for frame in reversed(below):
             mark = frame.mark

@@ -44,7 +44,7 @@ EXIT_SUPERVISOR.at_exit(_run_at_exit)
 
 
 class _Rank:
-    """What this process knows of itself as a rank: its number, its mailbox, and its last reports."""
+    """State of this process as a rank: its number, its mailbox, and its last reports."""
 
     def __init__(self) -> None:
         self.rank = 0

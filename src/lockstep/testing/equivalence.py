@@ -132,7 +132,7 @@ class RankFinding:
 
 @dataclass
 class Witness:
-    """What one rank has observed during the run with the strategy."""
+    """Observations of one rank during the run with the strategy."""
 
     findings: list[RankFinding] = field(default_factory=list)
     largest: float = 0.0

@@ -37,7 +37,7 @@ class SkipUnused:
         self._is_settled = False
 
     def buffers(self, sizes: list[Size]) -> Iterable[Tensor] | None:
-        """Return the inner transport's buffers for a new layout of buckets, none of which is skipped at first."""
+        """Return the inner transport's buffers for a new layout of buckets. At first no bucket is skipped."""
         self.skipped.clear()
         self._unused.clear()
         self._count, self._is_settled = len(sizes), False

@@ -444,7 +444,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """Add an option that no search varies, as in argparse.
 
-        The error for an option that exists already also says what to do.
+        The error for an option that exists already also suggests a remedy.
         """
         try:
             return super().add_argument(*args, **kwargs)

@@ -89,7 +89,7 @@ def differing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def seconds(status: Status) -> float:
-    """Return how many seconds a trial has run in all its starts, as far as its events tell."""
+    """Return how many seconds a trial has run in all its starts, according to its events."""
     last = status.history.last
     if last is None:
         return 0.0

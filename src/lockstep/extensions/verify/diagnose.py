@@ -61,7 +61,7 @@ class Shares:
 
 
 class Parts:
-    """What each backward of an update has added to each rank's own gradients.
+    """Contributions of each backward in an update to each rank's own gradients.
 
     Args:
         ranks: the run.

@@ -273,7 +273,7 @@ def _small_step() -> Callable[[], None]:
 
 
 def probe(rank: int, folder: str) -> None:
-    """Measure messages, contention and engines' overhead between two processes, each of which calls this function.
+    """Measure messages, contention and engines' overhead between two processes, which both call this function.
 
     Rank 0 writes the results into ``folder``.
 
