@@ -187,17 +187,17 @@ class Attributes:
 
     @property
     def global_rank(self) -> int:
-        """Rank of this process among all, from 0."""
+        """Rank of this process among all processes, counted from 0."""
         return self.strategy.world.rank
 
     @property
     def local_rank(self) -> int:
-        """Rank of this process among those of its node, from 0."""
+        """Rank of this process among the processes on its node, counted from 0."""
         return self.strategy.world.local_rank
 
     @property
     def node_rank(self) -> int:
-        """Number of this node, from 0."""
+        """Index of this node, counted from 0."""
         return self.strategy.world.node_rank
 
     @property
@@ -434,7 +434,7 @@ class Attributes:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Number of micro-batches per optimizer step in this epoch. A resume on other ranks may change the number."""
+        """Number of micro-batches per optimizer step in this epoch; a resume with more or fewer ranks may change it."""
         accumulate = self.config.accumulation(self.current_epoch)
         feed = self.session.fit.feed
         return accumulate if feed is None else feed.counting.micro(accumulate)

@@ -95,7 +95,7 @@ class LightningDataModule(HyperparametersMixin):
         raise self._missing("predict_dataloader", "predict")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before its transfer to the device, and return it. By default it is unchanged."""
+        """Change a batch before its transfer to the device, and return it. By default, the batch does not change."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -107,7 +107,7 @@ class LightningDataModule(HyperparametersMixin):
         return move_data_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch after its transfer to the device, and return it. By default it is unchanged."""
+        """Change a batch after its transfer to the device, and return it. By default, the batch does not change."""
         return batch
 
     def on_exception(self, exception: BaseException) -> None:
@@ -230,7 +230,7 @@ class LightningDataModule(HyperparametersMixin):
 
 
 def _sizes(hook: Callable[[], object]) -> str:
-    """Return as text the lengths of the data sets in the loaders that ``hook`` returns; "None" if it raises."""
+    """Return as text the lengths of the data sets of the loaders from ``hook``; "None" if ``hook`` raises."""
     try:
         loaders, _ = flatten(hook())
     except Exception:  # the hook of another stage: its data is not set up, or there is none

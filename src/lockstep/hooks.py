@@ -30,7 +30,7 @@ class ModuleHooks:
         """Build what depends on the data, in every process. ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """Clean up. It runs as the last hook of a call, with the ``stage`` of :meth:`setup`."""
+        """Clean up. Runs as the last hook of a call, with the ``stage`` that :meth:`setup` got."""
 
     def configure_model(self) -> None:
         """Create layers in every process, before weights are loaded and the strategy shards them.
@@ -206,7 +206,7 @@ class ModuleHooks:
         raise NotImplementedError("`predict_dataloader` is not defined")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before its transfer to the device, and return it. By default it is unchanged."""
+        """Change a batch before its transfer to the device, and return it. By default, the batch does not change."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -218,7 +218,7 @@ class ModuleHooks:
         return move_data_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch after its transfer to the device, and return it. By default it is unchanged."""
+        """Change a batch after its transfer to the device, and return it. By default, the batch does not change."""
         return batch
 
     # -- checkpoints ---------------------------------------------------------------------------------------

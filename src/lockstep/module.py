@@ -96,7 +96,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters; if they are on several, the one on which steps run."""
+        """Device of the parameters; if they are on several devices, the device on which steps run."""
         strategy = getattr(self._trainer, "strategy", None)  # `_seen_by_torchscript` sets a plain object as Trainer
         device: torch.device | None = getattr(strategy, "step_device", None)
         if strategy is not None and device is not None and strategy.module is self:
@@ -108,7 +108,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the first floating-point parameter; without one torch's default dtype."""
+        """Dtype of the first floating-point parameter; torch's default dtype if there is no such parameter."""
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     @property
@@ -128,12 +128,12 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def global_rank(self) -> int:
-        """Rank of this process among all; 0 without a Trainer."""
+        """Rank of this process among all processes; 0 without a Trainer."""
         return self._trainer.global_rank if self._trainer is not None else 0
 
     @property
     def local_rank(self) -> int:
-        """Rank of this process among those of its node; 0 without a Trainer."""
+        """Rank of this process among the processes on its node; 0 without a Trainer."""
         return self._trainer.local_rank if self._trainer is not None else 0
 
     @property
@@ -143,7 +143,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def loggers(self) -> list[Logger]:
-        """Loggers of the Trainer; empty without one."""
+        """Loggers of the Trainer; an empty list without a Trainer."""
         return self._trainer.loggers if self._trainer is not None else []
 
     @property
@@ -189,7 +189,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     @property
     def example_input_array(self) -> Any:
-        """Example input for ``forward`` (a tuple for several), used by the model summary, loggers and exports."""
+        """Example input for ``forward``, or a tuple of its arguments; for the model summary, loggers and exports."""
         return self._example_input_array
 
     @example_input_array.setter
@@ -377,7 +377,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     # -- optimization --------------------------------------------------------------------------------------
 
     def optimizers(self, use_pl_optimizer: bool = True) -> OneOptimizerOrSeveral:
-        """Return the optimizer from ``configure_optimizers``, or a list of several.
+        """Return the optimizer from ``configure_optimizers``; a list if there are several.
 
         Args:
             use_pl_optimizer: True: wrappers whose ``step`` runs the hooks and is counted; False: torch's optimizers.
@@ -388,7 +388,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         return cast("OneOptimizerOrSeveral", either)
 
     def lr_schedulers(self) -> LRSchedulerTypeUnion | list[LRSchedulerTypeUnion] | None:
-        """Return the scheduler from ``configure_optimizers``, a list of several, or None."""
+        """Return the scheduler from ``configure_optimizers``; a list if there are several; None if there is none."""
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not found else found[0] if len(found) == 1 else found
 
@@ -492,7 +492,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: LRSchedulerTypeUnion, metric: SupportsFloat | None) -> None:
-        """Step a scheduler; ``metric`` is the value that it monitors, or None."""
+        """Step a scheduler; ``metric`` is the value that the scheduler monitors, or None."""
         if metric is None and not isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step()
         else:
@@ -619,7 +619,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         )
 
     def to_tensorrt(self, *args: object, **kwargs: object) -> Any:
-        """Raise an error, because TensorRT is not supported. It reads the files that :meth:`to_onnx` writes.
+        """Raise an error, because TensorRT is not supported. TensorRT can read the files that :meth:`to_onnx` writes.
 
         Raises:
             NotImplementedError: always.

@@ -145,7 +145,7 @@ class WindowBuffers:
 
     @contextmanager
     def rank_0_values(self) -> Iterator[None]:
-        """Use rank 0's buffers on every rank inside the block; within a window, restore them afterwards. Collective."""
+        """Use rank 0's buffers on all ranks inside the block; within a window, restore each rank's own. Collective."""
         if self.due or not self.differ:
             self.align()
             yield

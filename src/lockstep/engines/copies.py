@@ -114,7 +114,7 @@ class ModelCopies:
             self.buffers = self.buffers if self.own_buffers(module) else None
 
     def forward_begins(self) -> None:
-        """Before the first training forward of an accumulation window, set buffers to rank 0's. Collective then."""
+        """Set buffers to rank 0's if a window's first training forward follows. Collective in that case."""
         if self.buffers is not None:
             if self.buffers.due:
                 self.buffers.align()

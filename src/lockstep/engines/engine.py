@@ -358,7 +358,7 @@ class Engine:
     # -- parameters and states
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Return all parameters by name: the module's, and those that only optimizers have (from a plain list)."""
+        """Return all parameters by name: the module's, and unregistered ones (in a plain list) that optimizers have."""
         others: dict[str, Any] = {**parameters_outside(self.module, self.optimizers)}
         return {**{plain_name(name): p for name, p in self.module.named_parameters()}, **others}
 

@@ -172,7 +172,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def owners_of(sizes: Sequence[int], load: list[int]) -> list[int]:
-    """Return an owner rank for each parameter, assigned largest first, each to the rank with the least load.
+    """Assign each parameter, in order of decreasing size, to the rank with the least load; return the owner ranks.
 
     Args:
         sizes: sizes of the parameters, in any unit.
@@ -309,7 +309,7 @@ class Owners:
         return bool(self._owners.get(parameter, self._rank) != self._rank)
 
     def _drop(self, optimizer: Optimizer) -> None:
-        """Delete states of other ranks' parameters: Adagrad creates all of them in its constructor."""
+        """Delete states of other ranks' parameters, which optimizers such as Adagrad create in their constructor."""
         for key in [key for key in optimizer.state if isinstance(key, Tensor) and self._is_remote(key)]:
             del optimizer.state[key]
 

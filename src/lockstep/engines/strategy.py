@@ -111,7 +111,7 @@ class Strategy(Engine):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Set up ``configure_model``, which runs in the block; then fill parameters on the meta device. Collective."""
+        """Let ``configure_model`` create layers in the block; then fill parameters on the meta device. Collective."""
         with nullcontext() if self.init_device is None else self.init_device:
             yield
         # an engine with `init_device` meta fills parameters itself
@@ -132,7 +132,7 @@ class Strategy(Engine):
         self.check_trained(replaced=True)
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Raise if parameters were added to the module or optimizers that ranks would train differently. Collective.
+        """Raise if parameters, which ranks would train differently, were added to module or optimizers. Collective.
 
         Args:
             replaced: True if new optimizers replaced the previous ones; False after the first hooks of an epoch, also
@@ -148,7 +148,7 @@ class Strategy(Engine):
         return SYNCHRONIZED if self.copies.norms is not None else ""
 
     def check_gap(self, rank: int, loader: int) -> None:
-        """Raise if a rank has samples from only some loaders for a micro-batch, and other ranks would wait for it."""
+        """Raise if other ranks would wait for ``rank``, which lacks samples from ``loader`` for a micro-batch."""
         if self._together():
             raise MisconfigurationException(GAP.format(together=self._together(), rank=rank, loader=loader))
 

@@ -17,7 +17,7 @@ from lockstep.loop.update import Update
 
 
 class ByClosure(Automatic):
-    """Accumulation windows whose last micro-batch runs in the closure that ``optimizer.step`` calls.
+    """Runs accumulation windows with the last micro-batch in the closure that ``optimizer.step`` calls.
 
     Each further call of the closure drops the gradients and runs the whole window again. Only values logged in the
     last call count.
@@ -28,7 +28,7 @@ class ByClosure(Automatic):
         self._losses: list[Tensor] = []  # of the current window, weighed
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Run one window; yield after the hooks of each micro-batch."""
+        """Run one accumulation window; yield once for each micro-batch, after its hooks."""
         played: list[TrainingBatch] = []
         steps = self.shared or bool(window.num_done)  # False if the loader gave None for every batch
         self._losses.clear()

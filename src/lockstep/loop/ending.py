@@ -13,7 +13,7 @@ from lockstep.loop.state import best_of
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a fit. It is identical on all ranks.
+    """Result of a fit, identical on all ranks.
 
     Attributes:
         stopped: the reason why the fit ended, for example ``max_epochs=5 reached``.
@@ -134,7 +134,7 @@ class FitEnding:
         return reason
 
     def may_stop_early(self) -> bool:
-        """Return True if min_epochs and min_steps allow a requested stop; log a delayed stop, only the first time."""
+        """Return True if min_epochs and min_steps allow a requested stop. Log the first time that they delay a stop."""
         config, progress = self._session.config, self._session.fit.progress
         long_enough = progress.epoch >= config.min_epochs and progress.global_step >= config.min_steps
         if not long_enough and not self._has_reported:

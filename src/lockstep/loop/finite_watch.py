@@ -395,7 +395,7 @@ def _listed(names: list[str]) -> str:
 
 
 def guard_updates(session: WatchedRun) -> None:
-    """Install the guard that skips updates with non-finite gradients, or ends the fit before them.
+    """Install the guard that skips updates with non-finite gradients, or ends the fit before such an update.
 
     Raises:
         MisconfigurationException: the engine reduces and steps in one operation, so it cannot skip an update.

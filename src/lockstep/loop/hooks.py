@@ -68,7 +68,7 @@ Bound = tuple[tuple[Any, ...], Method | None, tuple[Any, ...]]
 
 
 def is_replaced(name: str, instance: object, base: type) -> bool:
-    """Return True if the method ``name`` of ``instance`` is not the one of ``base``, so it must be called."""
+    """Return True if the method ``name`` of ``instance`` is not the method of ``base``, so it must be called."""
     found = getattr(instance, name, None)
     # a bound method is made at each access, so its function is compared
     return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)

@@ -182,7 +182,7 @@ class Entry:
         return wide if type(wide) is Tensor or not hasattr(wide, "full_tensor") else wide.full_tensor()
 
     def _number(self, value: object) -> float:
-        """Return a value of another type, such as NumPy's, as a float."""
+        """Convert a value that is no tensor, for example a NumPy number, to a float; raise if this is impossible."""
         try:
             if not isinstance(value, (str, bytes)):  # float() would accept "3"
                 return float(value)  # type: ignore[arg-type]
@@ -207,7 +207,7 @@ class Entry:
         return self.total, self.lost, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh
 
     def go_back(self, snapshot: tuple[Any, ...]) -> None:
-        """Restore the values of :meth:`snapshot`."""
+        """Restore the values that :meth:`snapshot` returned."""
         self.total, self.lost, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh = snapshot
 
     def state(self, age: int | None) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def _reduced_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Merge the saved entries of several ranks into those of one rank; see `LogCollector.state_dict`."""
+    """Merge the saved entries of several ranks into the entries of one rank; see `LogCollector.state_dict`."""
     found: dict[Key, dict[str, Any]] = {}
     for saved in (each for part in parts for each in part):
         key: Any = tuple(saved["key"])

@@ -37,7 +37,7 @@ class Rows:
     Args:
         ops: the reduction of each name, as in `NEUTRAL`.
         capacity: number of names that fit into a row.
-        steps: True for values of single steps, of which only those of the newest micro-batch count.
+        steps: True for values of single steps: then only those of the newest micro-batch count.
     """
 
     ops: Sequence[str]

@@ -161,7 +161,7 @@ class LogCollector:
         return self._tables[hook]
 
     def log(self, name: str, value: Any, options: Options, batch_size: float | None) -> None:
-        """Record a value, unless `LightningModule.log` has recorded it on its fast path for repeated calls."""
+        """Record a value; `LightningModule.log` calls this method for all values that its own fast path excludes."""
         if self._barebones:  # no entry is ever created, so `LightningModule.log` always ends here
             warn_once("self.log(...) records nothing under Trainer(barebones=True).", key="log in barebones mode")
             return
@@ -315,7 +315,7 @@ class LogCollector:
         return {entry.key: entry.snapshot() for entry in self._entries()}
 
     def go_back(self, snapshot: LogSnapshot) -> None:
-        """Restore the values of a :meth:`snapshot`. The states of torchmetrics objects are not restored."""
+        """Restore the values that :meth:`snapshot` returned. The states of torchmetrics objects are not restored."""
         for entry in self._entries():
             if entry.key in snapshot:
                 entry.go_back(snapshot[entry.key])
@@ -553,7 +553,7 @@ def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
 
 
 def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:
-    """Reduce values that several loaders logged under one name (``add_dataloader_idx=False``); give each the total.
+    """Reduce values that several loaders logged under one name (``add_dataloader_idx=False``), to one total.
 
     Raises:
         MisconfigurationException: the loaders log it in different ways.

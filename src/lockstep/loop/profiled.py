@@ -218,7 +218,7 @@ class Instruments:
                 self._replace(datamodule, name, self.timed(action, getattr(datamodule, name)))
 
     def _time_feed(self, loop: Loop, action: str) -> None:
-        """Report the time to get each batch from the loop's loaders, once the loop has requested loaders."""
+        """Report as ``action`` the time to get each batch from the loaders that the loop will request."""
         setup_data = loop.setup_data
 
         def timed_setup_data() -> None:

@@ -102,7 +102,7 @@ class SavedRanks:
 
     @classmethod
     def read(cls, own: dict[str, Any]) -> SavedRanks:
-        """Read the ranks from the checkpoint's entry "lockstep".
+        """Read the ranks' entries and replicas from the checkpoint's entry "lockstep".
 
         Raises:
             ValueError: the replicas do not match the entries.

@@ -156,7 +156,7 @@ class RunLoaders:
         return self.given.get(stage) is not None or self.hook(stage) is not None
 
     def request(self, stage: str) -> Any:
-        """Return the passed loaders of a stage, or call its hook; None without either."""
+        """Return the passed loaders of a stage, or else the result of its hook; None if there is neither."""
         hook = self.hook(stage)
         return self.given.get(stage) if hook is None else hook()
 

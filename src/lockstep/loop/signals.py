@@ -44,7 +44,7 @@ def ignore_requeue_signals(session: Session) -> Iterator[None]:
 
 
 _fits = itertools.count(1)
-"""Numbers the fits of this process, so that each one continues from its own checkpoint in the next attempt."""
+"""Numbers the fits of this process, so that each fit continues from its own checkpoint in the next attempt."""
 
 
 class Signals:
@@ -87,7 +87,7 @@ class Signals:
 
     @contextmanager
     def handle(self) -> Iterator[None]:
-        """Handle signals in the ``with`` block. A SIGTERM that the fit did not handle is sent again after it."""
+        """Handle signals in the ``with`` block; after the block, send a SIGTERM again that the fit did not handle."""
         asks = () if self.job is None else self.job.asks
         numbers = asks if is_under_lockstep() else (*asks, int(signal.SIGTERM))
         try:

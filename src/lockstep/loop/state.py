@@ -293,7 +293,7 @@ def finish(session: Session) -> None:
 
 
 def finish_alone(session: Session) -> None:
-    """Wait until this rank's checkpoints are written, without communication, and log an error. For failed runs."""
+    """Wait until this rank's checkpoints are written, without communication, and log an error. Used after a failure."""
     try:
         session.strategy.checkpoints.close()
     except Exception as failed:
@@ -469,7 +469,7 @@ def take_base(session: Session, checkpoint: dict[str, Any] | None) -> None:
 
 
 def restore_callbacks(session: Session, checkpoint: dict[str, Any]) -> None:
-    """Call the callbacks' ``on_load_checkpoint``, then load the state of each by its ``state_key``."""
+    """Call the callbacks' ``on_load_checkpoint``, then load each callback's state by its ``state_key``."""
     for hook in session.hooks.callbacks("on_load_checkpoint"):
         hook(checkpoint)
     with taking(session.ckpt_path, "'callbacks'"):

@@ -227,7 +227,7 @@ class Step:
         return (micro_batch.batch, micro_batch.number) if self.takes_idx else (micro_batch.batch,)
 
     def enter_step(self, muted: bool) -> None:
-        """Record values that are logged from now on as ``training_step``'s; if ``muted``, discard them."""
+        """Record values that are logged from now on as values of ``training_step``; if ``muted``, discard them."""
         self._results.table = self._table
         self._results.muted = muted
 

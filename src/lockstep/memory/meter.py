@@ -315,7 +315,7 @@ class MemoryUse:
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds, without offloaded ones."""
+        """Bytes of all kinds, without offloaded memory."""
         return sum(getattr(self, kind) for kind in KINDS)
 
     def line(self) -> str:

@@ -100,7 +100,7 @@ def plan_buckets(parameters: Sequence[ParameterInfo], caps: Sequence[float]) -> 
 def fit_plan(
     plan: Plan, parameters: Sequence[ParameterInfo], caps: Sequence[float], frozen: Iterable[str] = ()
 ) -> Plan:
-    """Adapt ``plan`` to ``parameters``: remove frozen parameters, and add buckets for missing ones.
+    """Adapt ``plan`` to ``parameters``: remove frozen parameters, and add buckets for parameters that it lacks.
 
     Args:
         plan: plan of another run, in which other parameters may have been frozen.
@@ -254,7 +254,7 @@ class Bucket:
 
     @property
     def size(self) -> tuple[int, torch.dtype, torch.device]:
-        """Length, dtype and device of the flat buffer (a complex number counts as two real ones)."""
+        """Length, dtype and device of the flat buffer (a complex number counts as two real numbers)."""
         length = self.end + len(self.parameters) * self.holds_used
         if self.dtype.is_complex:
             return 2 * length, self.dtype.to_real(), self.device
@@ -289,7 +289,7 @@ class Bucket:
         return self.buffer.as_strided(parameter.shape, strides, self.starts[index])
 
     def release(self) -> None:
-        """Release the buffer's memory after another layout has replaced this one."""
+        """Release the buffer's memory after another layout has replaced this bucket's layout."""
         self.flat = self.buffer = self._tail = self.flat.new_empty(0)
         self._storage = self.flat.untyped_storage()
         self.views = []

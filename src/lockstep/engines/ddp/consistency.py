@@ -80,7 +80,7 @@ def raise_on_all(group: comm.Group) -> Iterator[None]:
 
 
 def describe(module: nn.Module, ignored: Collection[str] = ()) -> list[str]:
-    """Return a line that describes each parameter and buffer of ``module``, in order, without ``ignored`` names."""
+    """Return a line of text for each parameter and buffer of ``module``, in order, except those in ``ignored``."""
     lines = []
     for kind, named in (
         ("parameter", module.named_parameters()),

@@ -180,7 +180,7 @@ class LateRefusal:
         return late
 
     def check(self, frozen: Sequence[Tensor] = ()) -> None:
-        """Check cheaply for additions, before each forward and backward.
+        """Raise if parameters or buffers were added: a cheap check, before each forward and backward.
 
         If an optimizer's groups have changed, or some of the ``frozen`` parameters now require gradients, the ranks
         compare the parameters they train. If only some ranks see such a change, they wait for the others.
@@ -199,7 +199,9 @@ class LateRefusal:
             self.compare()
 
     def check_thoroughly(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check thoroughly for additions, between epochs and after optimizers were replaced. Collective.
+        """Raise if parameters or buffers were added: a thorough check, between epochs. Collective.
+
+        Also called after optimizers were replaced.
 
         Raises:
             MisconfigurationException: something was added, or ranks step different parameters.

@@ -333,7 +333,7 @@ class Reducer:
 
     @waits("reducing gradients in backward")
     def finish(self) -> None:
-        """Reduce the remaining gradients after a backward, and wait for all. If `sync` is False, only clean up."""
+        """Reduce remaining gradients after a backward, and wait for all reductions. If not `sync`, only clean up."""
         if self._idle:
             if self.zero_weight:
                 self._show()

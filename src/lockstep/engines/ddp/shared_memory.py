@@ -353,7 +353,7 @@ class SharedReduction(AllReduce):
         raise RuntimeError(reason)
 
     def _named(self, members: list[int]) -> str:
-        """Return global ranks for a message: ``"rank 3"``, ``"ranks 0, 2"``."""
+        """Return the global ranks of ``members`` as text for a message: ``"rank 3"``, ``"ranks 0, 2"``."""
         numbers = sorted(self._numbers[member] for member in members)
         return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
@@ -398,7 +398,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _lay(memory: mmap.mmap, length: int, dtype: torch.dtype, start: int) -> Tensor:
-    """Return a tensor over ``length`` elements of the memory from byte ``start``; it keeps the memory alive."""
+    """Return a tensor over ``length`` elements of the memory from byte ``start``. The tensor keeps it alive."""
     if length == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=length, offset=start)

@@ -398,7 +398,7 @@ class DDPStrategy(RankedStrategy):
         self._end_round(reducer)
 
     def skip(self, absent: bool = False) -> None:
-        """Reduce the gradients that this rank has accumulated in the window, because no backward of this rank does."""
+        """Reduce the gradients that this rank has accumulated in the window, although this rank runs no backward."""
         assert self._reducer is not None
         if self.sync_gradients:
             self._begin_round(self._reducer, absent)

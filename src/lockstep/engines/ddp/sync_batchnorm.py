@@ -180,7 +180,7 @@ def _statistics(input: Tensor, group: comm.Group, zero_weight: bool) -> tuple[Te
 
 
 def _count(input: Tensor, zero_weight: bool) -> int:
-    """Return how many elements per channel count: 0 with ``zero_weight``."""
+    """Return the number of elements per channel that enter the statistics: 0 with ``zero_weight``."""
     return 0 if zero_weight else input.numel() // max(input.shape[1], 1)
 
 

@@ -60,7 +60,7 @@ def refuse_accumulated(name: str, parameter: Tensor) -> None:
 
 
 def waiting_gradient(param: FSDPParam) -> Tensor | None:
-    """Return a parameter's unsharded gradient that backwards have accumulated without a reduction; None without one."""
+    """Return a parameter's unsharded gradient that backwards have accumulated without a reduction, or None."""
     if param.unsharded_accumulated_grad is not None:
         return param.unsharded_accumulated_grad
     gathered = getattr(param, "_unsharded_param", None)

@@ -275,7 +275,7 @@ class ShardedModule:
         return set(self._params)
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Call a method of the module with the module's own parameters gathered.
+        """Call a method of the module while the parameters in the module's own group (in no block) are gathered.
 
         The method's floating-point inputs are cast according to the module's policy.
         """

@@ -88,7 +88,7 @@ class ShardedStrategy(RankedStrategy):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Let all ranks together create a module that is too large for one, in ``configure_model``. Collective.
+        """Let all ranks together create a module that is too large for one rank, in ``configure_model``. Collective.
 
         The caller runs ``configure_model`` inside the block. All ranks use rank 0's random numbers.
         """
@@ -192,7 +192,7 @@ class ShardedStrategy(RankedStrategy):
     # -- checkpoints
 
     def _refuse_alone(self, alone: bool) -> None:
-        """Raise if only one rank would save, since its part is useless without the other ranks'."""
+        """Raise if only one rank would save, since its part is useless without the other ranks' parts."""
         if alone and self.world.size > 1:
             raise MisconfigurationException(
                 f"rank {self.world.rank} cannot save a checkpoint alone: each rank has a part of the states "
@@ -209,7 +209,7 @@ class ShardedStrategy(RankedStrategy):
         return sharded.load_parts(filepath, self._reads_into(), needs, weights_only)
 
     def _reads_into(self) -> Place:
-        """Return a function that creates the tensors into which this rank's parts are read."""
+        """Return a function that creates the tensors into which this rank's parts of a checkpoint are read."""
         raise NotImplementedError
 
 
