@@ -33,7 +33,7 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp_cpu_offload": (FSDP, {"cpu_offload": True}),
     "model_parallel": ("sharded.model_parallel.ModelParallelStrategy", {}),
 }
-"""Name -> (file and class below `lockstep.engines`, arguments). `lockstep.ground.extensions` adds others."""
+"""Name -> (file and class below `lockstep.engines`, arguments). `lockstep.ground.extensions` adds further names."""
 
 WITHOUT_NOTEBOOK_NAME = ("fsdp", "fsdp_cpu_offload", "model_parallel", "balanced")
 """Names of strategies that spawn ranks if there is no script to start; "ddp" has "ddp_notebook" for that."""

@@ -44,7 +44,7 @@ def ignore_requeue_signals(session: Session) -> Iterator[None]:
 
 
 _fits = itertools.count(1)
-"""Numbers the fits of this process, so that each one continues from its own checkpoint in the next attempt."""
+"""Numbers the fits of this process, so that each fit continues from its own checkpoint in the next attempt."""
 
 
 class Signals:

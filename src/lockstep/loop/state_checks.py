@@ -262,6 +262,6 @@ def _check_states(states: dict[int, Any], parameters: list[torch.Tensor]) -> Non
 
 
 _TORCH_CHOOSES = ("foreach", "fused")
-"""Optimizer options that may be None, which lets torch choose. Two runs may differ in this."""
+"""Optimizer options that may be None, which lets torch choose. Two runs may differ in these options."""
 _NUMBERS = ("step", "eta", "mu", "mu_product")
 """Single numbers in the states of torch's optimizers; all other entries have the parameter's shape."""

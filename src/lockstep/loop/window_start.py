@@ -49,7 +49,7 @@ class _Buffer:
     """Copy of a buffer at the start of a window."""
 
     layer: dict[str, Tensor | None]
-    """All buffers of the layer, in which the layer may replace this one."""
+    """All buffers of the layer, in which the layer may replace this buffer."""
     key: str
     source: Tensor
     version: int | None

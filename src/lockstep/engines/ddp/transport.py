@@ -15,7 +15,7 @@ from lockstep.ground.transfer import pinned
 
 Size = tuple[int, torch.dtype, torch.device]
 RoundGroup = Callable[[], "comm.Group | Literal[False]"]
-"""Function that returns the process group for the next round; False if each rank keeps its own gradients."""
+"""Function that returns the group for the next gradient reduction; False if each rank keeps its own gradients."""
 
 
 class Transport(Protocol):
@@ -154,7 +154,7 @@ class UsedParameters:
     """
 
     ARRIVED = 2
-    """Flag for a gradient from this backward, if ranks are willing; older gradients have the flag 1."""
+    """Flag for a gradient from this backward, if ``willing``; a gradient from an earlier backward has the flag 1."""
 
     def __init__(
         self,
