@@ -214,7 +214,8 @@ Written by `python benchmarks/scale.py` (Python {platform.python_version()}, tor
 
 All nodes run in one process. The supervisors, connections and messages are
 lockstep's own, and {RANKS_PER_NODE} ranks
-on each node are simulated (`tests.tools.scale`). For the hang, all ranks but one wait in an all-reduce for {wait} s, with
+on each node are simulated (`tests.tools.scale`).
+For the hang, all ranks but one wait in an all-reduce for {wait} s, with
 `hang_timeout={TIMEOUT:.0f}`. The benchmark fails if a healthy node is lost or a wrong rank is named.
 
 {table(rows)}

@@ -242,7 +242,8 @@ others do. If the ranks have provably diverged, the run ends at once. Otherwise 
 In the tables each row is a training script with two or more ranks, started as a user would, at a terminal, in a new
 folder. At the 20th step one rank fails, or does something different from the others. Times are measured, and lines
 counted, from that moment; for failures until the last process has ended. With several runs,
-seconds are the median, with the worst in brackets, and "kept" means that every run kept the promise. In the tables of hangs `hang_timeout` is {timeout:g} s.
+seconds are the median, with the worst in brackets, and "kept" means that every
+run kept the promise. In the tables of hangs `hang_timeout` is {timeout:g} s.
 """
     return "\n".join([about, *(section(name, figures[name]) for name in SECTIONS if name in figures)])
 
