@@ -467,12 +467,13 @@ Written by `python benchmarks/overhead.py --runs {args.runs} --steps {args.steps
 
 - The model is one linear layer with SGD, batches of {BATCH} from a shuffled `TensorDataset` and one computing thread.
 - A figure is the difference between the smallest CPU times of {args.runs} interleaved runs of {args.steps} steps,
-  without set-up. With two processes it is the CPU time of the training thread, averaged over both.
+  divided by the number of steps, without set-up. With two processes, the CPU time of the training thread is averaged
+  over both.
 - Calls and bytecode instructions are counted in the training thread, with tracing on, in a run of its own. They do not
   depend on the load of the machine, as times do: on a shared machine two runs of one commit may differ by 25 µs a step.
 - The Trainers run without logger, callbacks, progress bar and checkpoints, except where the table names them.
 - Accelerate does not reduce logged values, so only its bare step is compared.
-- torch's own shuffle keeps every index in memory, so it is measured on a hundredth of the samples.
+- torch's own shuffle keeps every index in memory, so the hand-written loop shuffles a hundredth of the samples.
 
 ![Overhead of a step over a hand-written loop](overhead.png)
 """

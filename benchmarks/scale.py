@@ -212,27 +212,30 @@ Written by `python benchmarks/scale.py` (Python {platform.python_version()}, tor
 
 ## Start, hangs and failures
 
-All nodes run in one process: supervisors, connections and messages are lockstep's own, and {RANKS_PER_NODE} ranks on
-each node are simulated (`tests.tools.scale`). For the hang, all ranks but one wait in an all-reduce for {wait} s, with
+All nodes run in one process. The supervisors, connections and messages are
+lockstep's own, and {RANKS_PER_NODE} ranks
+on each node are simulated (`tests.tools.scale`).
+For the hang, all ranks but one wait in an all-reduce for {wait} s, with
 `hang_timeout={TIMEOUT:.0f}`. The benchmark fails if a healthy node is lost or a wrong rank is named.
 
 {table(rows)}
 
 ![Load of node 0, and time until all nodes know of a failure](scale.png)
 
-Node 0 is the center of a star: its traffic grows with the number of nodes N, that of other nodes does not.
+All nodes are connected to node 0, and only to node 0. So the traffic of node 0 grows with the number of nodes N, but
+that of other nodes does not.
 
-- **Start:** each node connects to node 0: 2 messages for a node, 2(N-1) for node 0.
-- **Hang, while ranks wait:** at most one message a second for a node. Nothing is sent for the first 2 s plus one second
-  for each 256 ranks, at most half of `hang_timeout`. Then each node reports changes of its ranks at once, and "no
-  change" every 2 s. Node 0 polls the nodes every 2 s.
-- **Hang, proof by stacks:** if all ranks seem to wait, node 0 queries all nodes twice, with one answer each. If that
-  proves nothing, it queries again after 1 s, 3 s, and so on up to a minute.
-- **Hang, comparison of the ranks:** one pass over their newest records. Node 0 spends 4 % of a core on it: every few
-  seconds for thousands of ranks.
-- **Failure:** one report to node 0, and one message from node 0 to each node.
-- **Lost node:** the operating system closes its connection; node 0 sends one message to each node.
-- **End:** one message of each node.
+- **Start:** each node connects to node 0. This takes 2 messages for a node, and 2(N-1) for node 0.
+- **Hang, while ranks wait:** a node sends at most one message a second. When ranks begin to wait, nothing is sent for
+  2 s plus one second for each 256 ranks, but at most for half of `hang_timeout`. Then each node reports changes of its
+  ranks at once, and "no change" every 2 s. Node 0 polls the nodes every 2 s.
+- **Hang, proof by stacks:** if all ranks seem to wait, node 0 asks all nodes twice for the stacks of their ranks, and
+  each node sends one answer. If the stacks prove nothing, node 0 asks again after 1 s, 3 s, and so on up to a minute.
+- **Hang, comparison of the ranks:** node 0 passes once over the newest records of all ranks. It spends at most 4 % of a
+  core on this, so with thousands of ranks it compares them only every few seconds.
+- **Failure:** one report is sent to node 0, and one message from node 0 to each node.
+- **Lost node:** the operating system closes the node's connection. Then node 0 sends one message to each other node.
+- **End:** each node sends one message.
 - **Rendezvous:** ranks of an elastic run on several nodes agree on their attempt without polling, with
   {most.requests["another rank"]} requests of each rank, and 4 of rank 0 for each of them.
 
@@ -253,12 +256,13 @@ The messages of lockstep's own code are counted, sent and received, with all ran
 
 {ranks}
 
-- **Logged values:** ranks reduce in groups of eight along a tree, log8(ranks) levels of at most 7 messages to a rank,
-  followed by gloo's broadcast. Up to 8 ranks, and between GPUs (NCCL), one all_gather is used.
-- **Agreement over hosts:** ranks of a host use a page of shared memory. Hosts exchange messages of 0.5 KB: up to 8
-  hosts directly, more along a tree of eights. Ranks agree once every 8 windows, or every 50 ms, or less often if it
-  would cost more than a tenth of the time.
-- **Custom samplers:** each rank draws all of the sampler and takes its own part.
+- **Logged values:** ranks reduce in groups of eight along a tree. The tree has log8(ranks) levels, in each of which a
+  rank gets at most 7 messages. Then gloo broadcasts the result. With up to 8 ranks, and between GPUs (NCCL), one
+  all_gather is used instead.
+- **Agreement over hosts:** ranks of a host agree in a page of shared memory. Hosts exchange messages of 0.5 KB. Up to
+  8 hosts exchange them directly, more hosts along a tree with groups of eight. Ranks agree once every 8 accumulation
+  windows, or every 50 ms, or less often if agreeing would take more than a tenth of the time.
+- **Custom samplers:** each rank draws all indices of the sampler and keeps its own part.
 
 Real ranks on two simulated hosts, with a model of 2.9 MB:
 

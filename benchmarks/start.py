@@ -272,8 +272,8 @@ Written by `python benchmarks/start.py --rounds {rounds}`
 
 {text}
 
-- `ddp` runs the script once for each rank. The script's own process is one of them, which saves an import of torch
-  compared with torchrun, because torchrun's agent imports torch, too.
+- `ddp` runs the script once for each rank. The process that you start is itself one of the ranks. Under
+  torchrun it is torchrun's agent, which has to import torch in addition to the ranks.
 - `ddp_spawn` starts its ranks when `fit` is called, after the script has imported torch.
 - `ddp_fork` copies the calling process. Its ranks start at once and share its memory. A second `fit` starts within
   tenths of a second.
@@ -281,8 +281,8 @@ Written by `python benchmarks/start.py --rounds {rounds}`
 The time is measured from the start of the process to the end of the last rank's first optimizer step. The model is a
 small network on the CPU, with gloo, without logger and callbacks. Each of the {rounds} rounds runs every method once,
 in a different order, after one round that fills the file caches. Figures are medians; a ratio is the median of the
-rounds' ratios, with its 90 % interval in brackets. CPU is the time of all processes, including their exit. PSS is the
-memory of all processes after the first step, measured in a separate run; shared memory is counted once.
+rounds' ratios, with its 90 % interval in brackets. CPU is the CPU time of all processes, including their exit. PSS is
+the memory of all processes after the first step, measured in a separate run; shared memory is counted once.
 """
 
 

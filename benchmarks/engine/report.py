@@ -207,7 +207,8 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Found], list[str]]]] = {
     ),
     "shared": (
         "Through shared memory",
-        "The same step, divided by a local step without reduction in the same round. The slower rank counts.",
+        "The time of the same step, divided by that of a step without reduction in the same round. "
+        "The time of the slower rank is used.",
         of_shared,
     ),
     "bits": (
@@ -218,13 +219,13 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Found], list[str]]]] = {
     ),
     "wire": (
         "Bytes sent",
-        "Counted in the calls of `torch.distributed`, as a ring of two ranks sends them.",
+        "The bytes are counted in the calls of `torch.distributed`, as a ring of two ranks would send them.",
         of_wire,
     ),
-    "memory": ("Memory", "Bytes of tensors after a step.", of_memory),
+    "memory": ("Memory", "The table shows the bytes of all tensors after a step.", of_memory),
     "dp": (
         "dp compared with ddp",
-        "One process that drives two devices (here the CPU twice), and two processes.",
+        "One process with two devices (here the CPU twice) is compared with two processes.",
         of_dp,
     ),
     "link": (
@@ -236,7 +237,7 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Found], list[str]]]] = {
     ),
     "powersgd": (
         "Loss with PowerSGD",
-        "A small GPT, trained by SGD with momentum on two ranks. The first two steps are plain.",
+        "A small GPT is trained by SGD with momentum on two ranks. The first two steps do not compress gradients.",
         of_powersgd,
     ),
     "gpu": ("On a GPU", "NCCL with one rank, and two ranks on one card over gloo.", of_gpu),
@@ -260,7 +261,8 @@ def write(figures: Found, folder: Path, command: str) -> None:
 This page compares lockstep's DDP engine with torch's, in time, bytes and memory, for users who choose between them.
 Written by {command}.
 
-Times are paired: each round runs every method once, in a different order, from a common start. A ratio is the median of
+Times are paired: each round runs every method once, from a common start. The order of the methods
+differs between rounds. A ratio is the median of
 the rounds' ratios, with the bounds of its 90 % interval (order statistics) in brackets. Ranks are processes on one
 machine with one computing thread each. Each section ends with the load average at its start and end.
 

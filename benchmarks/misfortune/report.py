@@ -225,7 +225,7 @@ def page(figures: Found, command: str) -> str:
     timeout = figures["hangs"]["found"]["timeout"]
     about = f"""# Failures and hangs: what is reported
 
-This page shows what lockstep reports when a rank fails or hangs, and how fast, for readers of such a message.
+This page explains the messages that lockstep prints when a rank fails or hangs, and shows how fast they come.
 Written by {command}.
 
 ```
@@ -236,13 +236,14 @@ lockstep: rank 1 failed first, at fails.py:88: KeyError: 'no such label'
 are ended. Resume with `ckpt_path="last"`, or let [lockstep run](run.md) restart the ranks.
 
 **Hangs.** `Trainer(hang_timeout=60.0)`, the default, reports after 60 s of waiting which rank waits where, and what the
-others do. If the ranks have provably diverged, the run ends at once. Otherwise it ends after `hang_kill=1800.0` s. None
-turns each off.
+others do. If the ranks have provably diverged, the run ends at once. Otherwise it ends after `hang_kill=1800.0` s. With
+`hang_timeout=None` nothing is reported, and with `hang_kill=None` such a run never ends.
 
 In the tables each row is a training script with two or more ranks, started as a user would, at a terminal, in a new
-folder. At the 20th step one rank fails, or does something different from the others. Times and lines count from that
-moment; for failures until the last process has ended. With several runs, seconds are the median, with the worst in
-brackets, and "kept" means that every run kept the promise. In the tables of hangs `hang_timeout` is {timeout:g} s.
+folder. At the 20th step one rank fails, or does something different from the others. Times are measured, and lines
+counted, from that moment; for failures until the last process has ended. With several runs,
+seconds are the median, with the worst in brackets, and "kept" means that every
+run kept the promise. In the tables of hangs `hang_timeout` is {timeout:g} s.
 """
     return "\n".join([about, *(section(name, figures[name]) for name in SECTIONS if name in figures)])
 

@@ -11,10 +11,10 @@ from tests.extensions.parallel.peers.record import reasons, recorded
 
 PAGE = Path(__file__).parents[4] / "docs" / "peers.md"
 KINDS = {
-    "unused": "expect the error about unused parameters, which need no flag here",
+    "unused": "expect the error about unused parameters, which lockstep does not raise",
     "private": "use private methods and objects of torch's reducer",
-    "log": "read torch's log of the container, or its reducer's events in the profiler",
-    "refused": "use features that are refused here with a suggestion",
+    "log": "read the log of torch's class, or the events of its reducer in the profiler",
+    "refused": "use features that lockstep refuses with a suggestion",
     "wording": "expect torch's words of an error, which is raised with other words; the rest of the test passes",
     "differs": "differ",
 }
@@ -42,7 +42,8 @@ def page() -> str:
         "",
         *(f"- {count} {text}" for kind, text in KINDS.items() if (count := kinds.count(kind))),
         "",
-        "*Ours* uses shared memory for gradients, the default; *over TCP* has `shared_memory=False`.",
+        "The column *ours* is lockstep's class with shared memory for gradients, the default.",
+        "*Over TCP* is the class with `shared_memory=False`.",
         "",
         "## Tests that differ",
         "",
