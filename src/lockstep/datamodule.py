@@ -69,7 +69,10 @@ class LightningDataModule(HyperparametersMixin):
     # -- in the order in which the Trainer calls them
 
     def prepare_data(self) -> None:
-        """Download and unpack data, in one process per node. The other processes do not get attributes set here."""
+        """Download and unpack data, in one process per node, or in one process with ``prepare_data_per_node=False``.
+
+        The other processes do not get attributes set here.
+        """
 
     def setup(self, stage: str) -> None:
         """Build data sets and splits, in every process."""

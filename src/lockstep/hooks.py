@@ -24,7 +24,10 @@ class ModuleHooks:
     # -- a run ---------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Download and unpack data, in one process per node. The other processes do not get attributes set here."""
+        """Download and unpack data, in one process per node, or in one process with ``prepare_data_per_node=False``.
+
+        The other processes do not get attributes set here.
+        """
 
     def setup(self, stage: str) -> None:
         """Build what depends on the data, in every process. ``stage`` is "fit", "validate", "test" or "predict"."""
