@@ -231,7 +231,7 @@ that of other nodes does not.
   ranks at once, and "no change" every 2 s. Node 0 polls the nodes every 2 s.
 - **Hang, proof by stacks:** if all ranks seem to wait, node 0 asks all nodes twice for the stacks of their ranks, and
   each node sends one answer. If the stacks prove nothing, node 0 asks again after 1 s, 3 s, and so on up to a minute.
-- **Hang, comparison of the ranks:** node 0 passes once over the newest records of all ranks. It spends at most 4 % of a
+- **Hang, comparison of the ranks:** node 0 passes once over the newest records of all ranks. It spends 4 % of a
   core on this, so with thousands of ranks it compares them only every few seconds.
 - **Failure:** one report is sent to node 0, and one message from node 0 to each node.
 - **Lost node:** the operating system closes the node's connection. Then node 0 sends one message to each other node.
