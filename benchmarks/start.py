@@ -272,8 +272,8 @@ Written by `python benchmarks/start.py --rounds {rounds}`
 
 {text}
 
-- `ddp` runs the script once for each rank. The process that you start is itself one of the ranks. Under
-  torchrun it is torchrun's agent, which has to import torch in addition to the ranks.
+- `ddp` runs the script once for each rank. The process that you start is itself one of the ranks. With
+  torchrun you start torchrun's agent, which is one more process that has to import torch.
 - `ddp_spawn` starts its ranks when `fit` is called, after the script has imported torch.
 - `ddp_fork` copies the calling process. Its ranks start at once and share its memory. A second `fit` starts within
   tenths of a second.

@@ -40,7 +40,7 @@ def test_a_collective_returns_when_it_is_queued() -> None:
         later = values * 2
         work = dist.all_reduce(later, async_op=True)
         assert work is not None
-        assert not work.is_completed()
+        assert rank == 0 or not work.is_completed()  # rank 0's ends as soon as rank 1 has gone on
         work.wait()
         last = later + 1
     assert not waits

@@ -44,7 +44,7 @@ TOPICS = {
     "overfit and shuffled": r"requested to overfit but enabled|overfit_batches=\.\.\.\).*shuffles",
     "no last checkpoint": r"there is no last checkpoint available|there is no checkpoint yet",
     "already in the optimizer": r"already exist within another group|are in another group of",
-    "SWA that begins late": r"SWA is initializing after|after its first epoch",
+    "SWA that begins late": r"SWA is initializing after|not in epoch .* as requested",
     "no batch indices": r"infer the batch indices|`batch_indices` is empty, because|does not tell which samples",
     "no batches": r"Total length of|has no batches",
     "hooks of transfer": r"overridden `(on_before_batch_transfer|transfer_batch_to_device|on_after_batch_transfer)`",

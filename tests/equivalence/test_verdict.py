@@ -114,5 +114,5 @@ def test_the_caller_keeps_its_random_state() -> None:
 
 def test_a_run_without_a_step_is_no_pass() -> None:
     """It was called equal, with the steps that were asked for."""
-    with pytest.raises(MisconfigurationException, match="too small for an optimizer step"):
+    with pytest.raises(MisconfigurationException, match="makes no optimizer step"):
         check_equivalence(Plain, rows(23), strategy="auto", devices=1, limit_train_batches=0)

@@ -1,4 +1,4 @@
-"""`CombinedLoader`, and functions that make the sources for the value that a dataloader hook has returned.
+"""`CombinedLoader`, and functions that create a source of batches for each loader from a dataloader hook.
 
 A hook may return one loader, or several in a nest of dicts, lists and tuples.
 """

@@ -440,7 +440,7 @@ class Indexed(LoaderSource):
         self.recorded = deque()
 
     def lists(self) -> Iterator[Any]:
-        """Return an iterator over this rank's indices in the pass that was opened last.
+        """Return an iterator over the current pass that yields this rank's indices for each micro-batch.
 
         The batch sampler of the loader's copy yields them.
         """

@@ -122,7 +122,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def random_states_of(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Return random states like `random_states`, but for a process whose devices may have other indices.
+    """Return this process's random states so that a process with different device indices can restore them.
 
     Args:
         devices: the devices of a rank; the state of each accelerator among them is included, in their order.

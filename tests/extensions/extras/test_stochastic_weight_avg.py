@@ -167,7 +167,7 @@ def test_a_checkpoint_without_it_says_so(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     quiet(callbacks=Saver(path, 2, None), max_epochs=3).fit(Slope(lr=0.1), numbers(4))
     swa = StochasticWeightAveraging(0.1, 2)
-    with pytest.warns(UserWarning, match="starts in epoch 3, after its first epoch 1"):
+    with pytest.warns(UserWarning, match="starts in epoch 3, not in epoch 1 as requested"):
         quiet(callbacks=swa, max_epochs=5).fit(Slope(lr=0.1), numbers(4), ckpt_path=path)
     assert swa.n_averaged == 2
 

@@ -90,7 +90,7 @@ class WholeUpdates(Owners):
             self._owners[parameter] = owner
 
     def _drop(self, optimizer: Optimizer) -> None:
-        """Gather, on the owners, states that the optimizer created in its constructor. Collective."""
+        """Keep full states from the optimizer's constructor only on the rank that updates the parameter. Collective."""
         for parameter in [p for p in parameters_of(optimizer) if p in optimizer.state]:
             optimizer.state[parameter] = self._whole(optimizer.state[parameter])
         super()._drop(optimizer)

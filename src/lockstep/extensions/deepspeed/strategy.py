@@ -493,8 +493,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         assert self._zero is not None
         if closure is not None:
             raise MisconfigurationException(
-                f"DeepSpeedStrategy: {type(optimizer).__name__}.step(closure): the engine does not compute gradients "
-                'again. Use an optimizer without a closure, or strategy="ddp".'
+                f"DeepSpeedStrategy: {type(optimizer).__name__}.step(closure) is not supported, because the engine "
+                'cannot compute gradients within a step. Use an optimizer without a closure, or strategy="ddp".'
             )
         self._zero.step()
         self.left_out = bool(getattr(self._zero.zero, "overflow", False))

@@ -183,8 +183,8 @@ class StochasticWeightAveraging(Callback):
         if self._scheduler is None:
             if epoch != self.swa_start:
                 rank_zero_warn(
-                    f"StochasticWeightAveraging starts in epoch {epoch}, after its first epoch {self.swa_start}, "
-                    "because the resumed run was not averaging."
+                    f"StochasticWeightAveraging starts in epoch {epoch}, not in epoch {self.swa_start} as requested, "
+                    "because the resumed checkpoint contains no average."
                 )
             self._install(trainer)
             trainer.fit_loop.step.update.schedulers.use(trainer.lr_scheduler_configs)

@@ -381,7 +381,7 @@ class CommunicationHook(AttachableHook):
         state.subgroup, self._owns_subgroup = self._nodes[1], True
 
     def detach(self) -> None:
-        """Remove the subgroup that `attach` set. The state keeps its memory for the next fit."""
+        """Remove the subgroup that `attach` set in the hook's state. Its other values are kept for the next fit."""
         if self._owns_subgroup:
             self.state.subgroup, self._owns_subgroup = None, False
 

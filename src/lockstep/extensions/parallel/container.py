@@ -466,7 +466,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Disable gradient synchronization for the backwards of forwards that run in the context.
+        """Disable gradient synchronization for forwards in the context and for their backwards, wherever these run.
 
         Gradients accumulate on this rank. The first backward of a forward outside the context averages their sum.
         """

@@ -93,8 +93,8 @@ class Weight:
         result = tree_map(weigh, outputs, Tensor)
         if any(tensor.requires_grad and id(tensor) not in weighed for tensor in find_tensors(result)):
             raise TypeError(
-                f"weight(): the model returned a {type(outputs).__name__} with tensors in attributes of an object, "
-                "whose gradients cannot be weighted. Return them in a tuple, list, dict or dataclass"
+                f"weight(): the model's output ({type(outputs).__name__}) is or contains an object with tensors as "
+                "attributes. Their gradients cannot be weighted. Return the tensors in a tuple, list, dict or dataclass"
             )
         return result
 

@@ -131,10 +131,10 @@ def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bo
     ``broadcast_buffers`` is deprecated, as in torch. Default: True.
     """
     if broadcast_buffers is not None:
+        constructor = "" if broadcast_buffers else " The constructor then broadcasts rank 0's buffers (init_sync)."
         warnings.warn(
             f"broadcast_buffers={broadcast_buffers} is deprecated: use forward_sync_buffers={broadcast_buffers}, which "
-            "has priority if both are given. Unlike broadcast_buffers=False, it does not affect the constructor, where "
-            "init_sync broadcasts rank 0's buffers.",
+            f"has priority if both are given.{constructor}",
             FutureWarning,
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""Observer of `torch.distributed`, which gives process groups the ranks of the run and records collectives."""
+"""Observer of `torch.distributed`. It gives groups the run's rank and world size, and records collectives."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def states_of(optimizers: Sequence[Optimizer]) -> float:
 
 
 def _try_optimizer(optimizer: Optimizer) -> float:
-    """Return the state bytes for each parameter byte after one step, or Adam's ratio if the trial fails."""
+    """Return the ratio of optimizer state bytes to parameter bytes after a trial step; Adam's if it fails."""
     parameter = nn.Parameter(torch.zeros(8, 8))
     parameter.grad = torch.zeros_like(parameter)
     try:
