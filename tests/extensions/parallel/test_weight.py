@@ -162,5 +162,5 @@ def test_weights_that_cannot_be_are_refused(ranks: RankPool) -> None:
     for negative, nan, hidden, joined in ranks(2).run(_refused):
         assert negative.startswith("weight(-1) on rank")
         assert nan.startswith("weight(nan) on rank")
-        assert "returned a Holder with tensors in attributes" in hidden
+        assert "output (Holder) is or contains an object with tensors as attributes" in hidden
         assert joined.startswith("weight() inside join()")
