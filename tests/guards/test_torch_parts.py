@@ -32,6 +32,8 @@ OTHERS = {
     *("_exit", "_getframe", "_current_frames", "_active", "_args_from_interpreter_flags", "_run_exitfuncs", "_clear"),
     *("_exit_function", "_bootstrap", "_resource_tracker", "_forkserver", "_pid", "_forkserver_pid", "_cond", "_flag"),
     *("_actions", "_add_action", "_registry_get", "_mock_wraps", "_Environ"),
+    "_time",  # tqdm's
+    "_values",  # torch's of sparse tensors; the public method asks for a coalesced one
     # torchmetrics', Optuna's, DeepSpeed's, TensorBoard's, Dask's and Hugging Face's
     *("_copy_state_dict", "_defaults", "_trial_id", "_convert_to_deepspeed_param", "_register_deepspeed_module"),
     *("_param_slice_mappings", "_hp_mapping", "_lazy_init_hp_params_optimizer_state", "_get_file_writer"),

@@ -7,6 +7,7 @@ from importlib import import_module
 import pytest
 
 import lockstep.utilities
+from tests.tools.extensions import needs
 
 SUBMODULES = [
     "apply_func",
@@ -18,7 +19,7 @@ SUBMODULES = [
     "parsing",
     "rank_zero",
     "seed",
-    "throughput",
+    pytest.param("throughput", marks=needs("extras")),
     "types",
 ]
 
