@@ -19,7 +19,7 @@ SUBMODULES = [
     "parsing",
     "rank_zero",
     "seed",
-    pytest.param("throughput", marks=needs("extras")),
+    pytest.param("throughput", marks=needs("ground.throughput")),
     "types",
 ]
 
