@@ -17,7 +17,7 @@ _FIELD = re.compile(r"\{([^{}:]*)(?::([^{}]*))?\}")
 
 
 def fill(template: str, metrics: Mapping[str, Any], equals: str | None = "=") -> str:
-    """Replace each ``{name}`` or ``{name:format}`` in `template` by the metric of that name, or 0 without it.
+    """Replace each ``{name}`` or ``{name:format}`` in `template` by the metric of that name, or by 0 if it is missing.
 
     Args:
         template: such as ``"{epoch:02d}-{val/loss:.2f}"``.

@@ -97,7 +97,7 @@ class Timer(Callback):
     # -- the stages ----------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the limit, because a resumed run may have used up its time before the checkpoint."""
+        """Check the time limit, which a resumed run may have exceeded before its checkpoint was written."""
         self.stopping_reason_message = None
         if RunningStage.TRAINING in self._start:  # from an earlier fit, which this one does not continue
             self._reset_training()

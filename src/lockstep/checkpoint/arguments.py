@@ -21,7 +21,7 @@ from lockstep.ground.tree import is_rebuildable
 
 
 class HasHyperparameters(Protocol):
-    """A class that names the keys under which a checkpoint contains its hyperparameters."""
+    """Protocol of classes that name the keys of the hyperparameters in a checkpoint."""
 
     CHECKPOINT_HYPER_PARAMS_KEY: str
     CHECKPOINT_HYPER_PARAMS_NAME: str

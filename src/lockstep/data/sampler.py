@@ -247,7 +247,7 @@ class Drawn(Indexed):
         return drawn
 
     def _resumed(self, epoch: int, turn: int) -> dict[str, Any]:
-        """Return the state from a checkpoint of this pass. For another pass, restore the samplers, and return {}."""
+        """Return the checkpoint's state of this pass. For any other pass, restore the samplers, and return {}."""
         resume = self._resume
         if not resume:
             return {}
@@ -305,7 +305,7 @@ class Drawn(Indexed):
         self._reached = partition.length
 
     def _partition_of(self, count: int) -> Partition:
-        """Return how the next ``count`` positions are divided into micro-batches and ranks' parts."""
+        """Return the `Partition` of the next ``count`` positions into micro-batches and ranks' parts."""
         drop_last, initial = self._sampling.drop_last, self._shares[0]
         weights = next((each for each in reversed(self._shares) if each[0] <= self._reached), initial)[1]
         if self._plan is None:
@@ -341,7 +341,7 @@ class _Chunk(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """Consecutive micro-batches with equal weights, in which each rank takes at least one sample."""
+    """Consecutive micro-batches with equal weights, in which each rank has at least one sample."""
 
     first: int
     end: int

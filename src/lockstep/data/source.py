@@ -1,4 +1,4 @@
-"""Sources. Each reads one rank's share of the batches of one loader.
+"""Sources, each with the task of reading one rank's share of the batches of a loader.
 
 This file has the base class, and the source of loaders over map-style data sets whose order is a function.
 
@@ -160,7 +160,7 @@ class SourceSpec:
         return self.torch_order and self.size == self.planned == 1 and self.gather is None
 
     def compared(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return the batches of a pass. When the first is drawn, compare it between the ranks of this replica.
+        """Return the batches of a pass. When the first batch is drawn, compare it between the ranks of this replica.
 
         Raises:
             MisconfigurationException: the ranks' first batches differ.
@@ -239,10 +239,10 @@ class LoaderSource(ABC):
         return self.even
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:  # noqa: B027
-        """Set the shares for later passes, as pairs: a micro-batch, and the shares that apply from it on."""
+        """Set the shares for later passes, as pairs of a micro-batch and the shares from that micro-batch on."""
 
     def reshare(self, shares: Reshare) -> None:
-        """Set new shares within the current pass. They apply from a micro-batch on that no rank has drawn yet."""
+        """Set new shares within the current pass, starting at a micro-batch that no rank has drawn yet."""
         raise NotImplementedError(f"{type(self).__name__} cannot change shares within a pass")
 
     def row(self, number: int) -> list[Sequence[float]]:
@@ -261,7 +261,7 @@ class LoaderSource(ABC):
         return self.length
 
     def repartition(self, plan: WindowPlan) -> None:  # noqa: B027
-        """Divide later passes as planned for a different number of ranks. Call the method before they are opened."""
+        """Divide later passes as planned for a different number of ranks. Call this before those passes are opened."""
 
     def samples_of(self, number: int) -> tuple[list[int], int] | None:
         """Return the data set indices of this rank's part of a micro-batch, and its first position; None if unknown."""
@@ -288,7 +288,7 @@ class LoaderSource(ABC):
         return LoaderOrder("in an order of its own", self.samples)
 
     def leaves(self) -> list[LoaderSource]:
-        """Return the sources of the single loaders that this source combines, or a list of this source."""
+        """Return the sources of the single loaders that this source combines; ``[self]`` for a single loader."""
         return [self]
 
     def state_dict(self) -> dict[str, Any]:
@@ -406,7 +406,7 @@ class Indexed(LoaderSource):
         return unmixed(iterator) if self._own_process and not self._quiet else iterator
 
     def _checked(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
-        """Yield the batches of a loader class with its own ``__iter__``. Check that it uses lockstep's sampler.
+        """Yield the batches of a loader with its own ``__iter__``. Check that the loader uses lockstep's sampler.
 
         With one replica, a pass that starts at its first micro-batch is not checked.
 
@@ -605,12 +605,12 @@ class Ordered(Indexed):
 
 
 def _drawn_from(sampler: object) -> int | None:
-    """Return the length of the data source that one of torch's samplers has. Return None if it has no length."""
+    """Return the length of the data source of one of torch's samplers; None if the data source has no length."""
     return length_of(getattr(sampler, "data_source", None))
 
 
 class _Lists:
-    """The batch sampler of a source's loader. One object serves all passes, because persistent workers keep it."""
+    """The batch sampler of a source's loader. All passes use one object, because persistent workers store it."""
 
     def __init__(self, source: Indexed) -> None:
         self._source = source
@@ -623,7 +623,7 @@ class _Lists:
 
 
 def recording(drawn: Iterable[Any], recorded: deque[list[Any]]) -> Iterator[Any]:
-    """Yield the indices of batches. Before that, append them to ``recorded``, since loader workers fetch ahead."""
+    """Yield the indices of batches. First append each to ``recorded``, since loader workers fetch ahead."""
     for indices in drawn:
         # a plain slice: iterating over seeded indices would seed
         recorded.append(indices[:] if isinstance(indices, list) else [_plain(indices)])
@@ -635,7 +635,7 @@ def _plain(index: object) -> object:
 
 
 def _seeding(drawn: Iterable[Any]) -> Iterator[Any]:
-    """Yield the indices of batches. Seed the generators before each is fetched in this process.
+    """Yield the indices of batches. Seed the generators before each batch is fetched in this process.
 
     A data set that fetches a whole batch at once needs this.
     """
@@ -649,9 +649,9 @@ def _seeding(drawn: Iterable[Any]) -> Iterator[Any]:
 
 
 class Measure:
-    """Function that returns the number of samples in a ready-made batch. It logs once how it has found the number.
+    """Function that returns the number of samples in a ready-made batch, and logs once how the number was found.
 
-    It uses the length of the first tensor, because lockstep did not draw the samples of such batches.
+    The number is the length of the first tensor, because lockstep did not draw the samples of such batches.
 
     Args:
         name: name of the loader in messages.
@@ -719,7 +719,7 @@ def copy_loader(loader: DataLoader[Any], **changes: object) -> DataLoader[Any]:
 
 
 def unmixed(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the items of an iterator, and restore the process' random states after each is fetched."""
+    """Yield the items of an iterator. Restore the process's random states after fetching each item."""
     while True:
         states = capture()
         try:
@@ -773,7 +773,7 @@ class Stateful(Protocol):
 
 
 def stateful(candidates: Iterable[Any]) -> list[Stateful]:
-    """Return those of the objects that can save and restore their progress."""
+    """Return the objects in ``candidates`` that can save and restore their progress."""
     return [
         each
         for each in candidates

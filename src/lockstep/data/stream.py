@@ -283,7 +283,7 @@ class DrawHistory:
     """Number of samples that each worker of each rank has drawn, which are the first ones assigned to that worker."""
 
     def has(self, number: int, worker: int | None) -> bool:
-        """Return True if this attempt has drawn the sample with a number.
+        """Return True if this attempt has drawn sample ``number``.
 
         Args:
             number: number of the sample in the stream, or among the samples that earlier attempts left.
@@ -317,7 +317,7 @@ class Sizes:
         self.window = batch * size
 
     def repartition(self, plan: WindowPlan) -> bool:
-        """Divide later passes by a plan for other ranks. Return True if the batch sizes change.
+        """Divide later passes by a plan for a different number of ranks. Return True if the batch sizes change.
 
         Raises:
             MisconfigurationException: a window has fewer samples than there are ranks.
@@ -476,7 +476,7 @@ class Shard(IterableDataset[Any]):
     def _compare_first(
         self, samples: Iterator[tuple[int, Any]], worker: int | None, own_parts: OwnParts
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the stream after comparing its first samples between ranks, which shows if each has its own data."""
+        """Yield the stream, after comparing its first samples between ranks to detect ranks with their own data."""
         head: list[tuple[int, Any]] = []
         if own_parts.found is None:
             # One with a state must not be read ahead.
@@ -494,7 +494,7 @@ class Shard(IterableDataset[Any]):
         yield from samples
 
     def _left(self, number: int, info: WatchedInfo | None) -> int | None:
-        """Return the number that a sample has among those that earlier attempts have left; None if it is not left."""
+        """Return a sample's number among the samples that earlier attempts have not drawn; None if one has drawn it."""
         worker = None
         if info is not None and self._looked:
             for attempt in self.attempts:
@@ -525,7 +525,7 @@ class StatefulShard(Shard):
 
 
 class WatchedInfo:
-    """Replacement for a loader worker's `WorkerInfo`. It records accesses, and has the user's own data set."""
+    """Replacement for a loader worker's `WorkerInfo`, which records accesses and returns the user's own data set."""
 
     def __init__(self, info: WorkerInfo) -> None:
         self._info = info

@@ -326,7 +326,7 @@ class FSDPStrategy(ShardedStrategy):
         vars(optimizer)["zero_grad"] = zero_grad
 
     def _free(self, *_: object) -> None:
-        """Free parameters that forwards in hooks or after a backward left gathered, before they become stale."""
+        """Free parameters that forwards in hooks or after a backward have gathered, before they become stale."""
         assert self._sharded is not None
         self._sharded.free()
 

@@ -246,7 +246,7 @@ class _Rounds:
     # -- the update
 
     def _updated(self, parameters: Sequence[Tensor], arrived: list[list[Tensor]]) -> list[Tensor]:
-        """Return the new values of this rank's parameters; for values that were not gathered, the summands to add."""
+        """Return the new values of this rank's parameters, or the changes to add to values that were not gathered."""
         streams = [iter(each) for each in arrived]
         substitutes: dict[int, Parameter] = {}
         optimizer = self._optimizer
