@@ -60,7 +60,7 @@ OTHERS = (
 
 
 class FolderClaim:
-    """A lock by which other processes detect that a fit saves in a folder."""
+    """Lock on a folder that shows other processes that a fit saves checkpoints there."""
 
     def __init__(self) -> None:
         self._claimed: str | None = None

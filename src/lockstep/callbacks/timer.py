@@ -91,7 +91,7 @@ class Timer(Callback):
         return self._end.get(stage, time.monotonic()) - start + offset
 
     def time_remaining(self, stage: str = RunningStage.TRAINING) -> float | None:
-        """Return the seconds left of ``duration``, negative if it is exceeded; None without a ``duration``."""
+        """Return the remaining seconds of ``duration``, negative if it is exceeded; None if no ``duration`` is set."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     # -- the stages ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Arguments for ``__init__`` that `load_from_checkpoint` takes from the hyperparameters in a checkpoint."""
+"""Arguments for ``__init__`` that `load_from_checkpoint` reads from the hyperparameters in a checkpoint."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def _message(name: str, turn: int) -> str:
 
 
 def _explain(world: World, error: Exception, limit: timedelta, listens: bool) -> Exception:
-    """Return an error that explains, with a remedy, the error with which torch's rendezvous failed."""
+    """Return an error that explains why torch's rendezvous failed, and suggests a remedy."""
     place, seconds = f"MASTER_ADDR={world.address}, MASTER_PORT={world.port}", limit.total_seconds()
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text:

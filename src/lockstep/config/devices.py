@@ -1,4 +1,4 @@
-"""Checks of the Trainer's flags for nodes, devices and folders, and the setting of switches in torch."""
+"""Checks of the Trainer's flags for nodes, devices and folders, and setting of torch's global switches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RunConfig`, the Trainer's flags after validation. No model, data or device is needed for it."""
+"""`RunConfig`, the Trainer's flags after validation, which needs no model, data or device."""
 
 # ruff: noqa: RUF009 - dataclass fields are made by a function that calls `field`
 

@@ -111,12 +111,12 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 
     @property
     def sampler(self) -> Any:
-        """The samplers of the loaders, in the same nest as `iterables`; None for a loader without a sampler."""
+        """Samplers of the loaders, in the same nest as `iterables`; None for a loader without a sampler."""
         return tree_unflatten([getattr(loader, "sampler", None) for loader in self._flattened], self._spec)
 
     @property
     def batch_sampler(self) -> Any:
-        """The batch samplers of the loaders, in the same nest as `iterables`; None where a loader has none."""
+        """Batch samplers of the loaders, in the same nest as `iterables`; None for a loader without a batch sampler."""
         found = [getattr(loader, "batch_sampler", None) for loader in self._flattened]
         return tree_unflatten(found, self._spec)
 

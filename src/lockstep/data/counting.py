@@ -143,7 +143,7 @@ class BatchPlan:
 
     @property
     def workers(self) -> int | None:
-        """Number of loader workers per rank that have read the stream so far; None without a single stream."""
+        """Number of loader workers per rank that have read the stream so far; None unless one stream is read."""
         position = self.at.position
         return position[-1][1] if isinstance(position, list) and position else None
 
@@ -181,7 +181,7 @@ class BatchCounting:
 
     @property
     def is_replanned(self) -> bool:
-        """True if this attempt runs on a different number of ranks from that in the plan."""
+        """True if this attempt's number of ranks differs from the plan's."""
         return self.ranks != self.size
 
     def micro(self, accumulate: int) -> int:
@@ -282,7 +282,7 @@ def _changes(
 
 
 def _table(flag: Accumulation) -> dict[int, int]:
-    """Convert ``accumulate_grad_batches`` to a dict. The keys are the epochs at which its value changes."""
+    """Convert ``accumulate_grad_batches`` to a dict, whose keys are the epochs at which the value changes."""
     # A dict may start after epoch 0; until then a window has one batch.
     table = {0: 1, **flag} if isinstance(flag, dict) else {0: flag}
     return {epoch: table[epoch] for epoch in table if epoch == 0 or table[epoch] != batches_of_window(table, epoch - 1)}

@@ -248,7 +248,7 @@ class Feed:
         return number
 
     def shares_state(self) -> dict[str, Any] | None:
-        """Return the ranks' current and future shares for :meth:`load_shares`; None if the shares never change."""
+        """Return the ranks' current and future shares of global batches, for :meth:`load_shares`; None if fixed."""
         if not self._spec.reshared:
             return None
         by_number = [[number, list(shares)] for number, shares in self._shares]
@@ -421,7 +421,7 @@ class Feed:
         return parts if len(of_parts) < 2 else weigh_parts(parts, mine, list(map(sum, of_parts)), size)
 
     def _rows(self, number: int, stop: int | float) -> list[list[Sequence[float]]]:
-        """Return the weights of micro-batches ``number`` to ``stop``, for all loaders and ranks.
+        """Return the weights (numbers of samples) of micro-batches ``number`` to ``stop``, for all loaders and ranks.
 
         Micro-batches that do not exist are omitted.
         """
@@ -476,7 +476,7 @@ class Feed:
             number, done = number + size, 0
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:
-        """Yield a window's batches. Before the last batch, replace the state that a checkpoint saves by ``after``."""
+        """Yield a window's batches. Before the last batch, set the state that checkpoints save to ``after``."""
         self._before = None
         for batch, _ in mine[:-1]:
             yield batch
@@ -487,7 +487,7 @@ class Feed:
     def _agree(
         self, weights: list[float], more: bool, room: int
     ) -> tuple[list[tuple[int, ...]], list[float], bool, list[list[float]]]:
-        """Exchange the weights that the micro-batches of a window have on each rank. Collective.
+        """Exchange each rank's weights (numbers of samples) of a window's micro-batches. Collective.
 
         Returns:
             for each micro-batch the ranks without samples; the sum of each rank's weights; True if no rank has more

@@ -223,9 +223,9 @@ class SeparateStates:
 
 
 def draws_nothing(dataset: object, collate: object) -> bool:
-    """Return True if it is certain that fetching samples draws no random numbers, so that none have to be seeded.
+    """Return True if fetching samples certainly draws no random numbers, so that seeding is not needed.
 
-    That holds for tensors and lists, and for subsets and concatenations of them, with torch's default collation.
+    This is certain for tensors and lists, and for subsets and concatenations of them, with torch's default collation.
     """
     if collate is not default_collate:
         return False

@@ -175,7 +175,7 @@ class Drawn(Indexed):
         return number if found is None or found.first > number else found.end
 
     def _forget(self, number: int) -> None:
-        """Drop the weights of micro-batches before micro-batch ``number``, which are no longer needed."""
+        """Drop the weights (numbers of samples) of micro-batches before ``number``, which are no longer needed."""
         while self._chunks and self._chunks[0].partition.length <= number:
             self._chunks.popleft()
         while self._stretches and self._stretches[0].end <= number:
@@ -349,7 +349,7 @@ class _Stretch(NamedTuple):
 
 
 class OwnShare(Drawn):
-    """A source that draws from a user's `DistributedSampler`. Such a sampler yields only this rank's samples."""
+    """A source that draws from a user's `DistributedSampler`, which yields only this rank's samples."""
 
     flexible = False  # this rank knows its own share only
 
@@ -488,7 +488,7 @@ def content(drawn: Sequence[Any]) -> bytes | None:
 
 
 class WatchedSampler:
-    """A wrapper of a user's sampler or batch sampler. It hashes each element that the sampler yields."""
+    """A wrapper of a user's sampler or batch sampler that hashes each element that the sampler yields."""
 
     def __init__(self, sampler: Iterable[Any], order: DrawnOrder) -> None:
         self._sampler = sampler

@@ -1,4 +1,4 @@
-"""Sources, each with the task of reading one rank's share of the batches of a loader.
+"""Sources: objects that read one rank's share of the batches of a loader.
 
 This file has the base class, and the source of loaders over map-style data sets whose order is a function.
 
@@ -80,9 +80,9 @@ class Replicas:
     """Function that stacks the tensors of this replica's ranks; a collective. None: the replica has one rank."""
 
     def agreed_gather(self) -> Gather | None:
-        """Return the function that gathers over the replicas. Return None if there is nothing to gather.
+        """Return the function that gathers over the replicas; None if no values need to be gathered.
 
-        That is the case with one replica, if no function was given.
+        This is the case with one replica if no function was given.
         """
         if self.gather is not None or self.count == 1:
             return self.gather
@@ -239,21 +239,21 @@ class LoaderSource(ABC):
         return self.even
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:  # noqa: B027
-        """Set the shares for later passes, as pairs of a micro-batch and the shares from that micro-batch on."""
+        """Set the ranks' shares of a global batch for later passes: pairs of a first micro-batch and the shares."""
 
     def reshare(self, shares: Reshare) -> None:
-        """Set new shares within the current pass, starting at a micro-batch that no rank has drawn yet."""
+        """Set new shares of a global batch within the current pass, from a micro-batch that no rank has drawn yet."""
         raise NotImplementedError(f"{type(self).__name__} cannot change shares within a pass")
 
     def row(self, number: int) -> list[Sequence[float]]:
-        """Return the ranks' weights in a micro-batch, with one list for each loader that it combines.
+        """Return the ranks' weights (numbers of samples) in a micro-batch, as a list for each combined loader.
 
         Call either this method or :meth:`weights` for a micro-batch.
         """
         return [self.weights(number)]
 
     def without(self, batch: object, parts: Sequence[float]) -> Any:
-        """Return a micro-batch in which the parts of loaders that give this rank no samples are None."""
+        """Return a micro-batch with None in place of the parts from loaders that have no samples for this rank."""
         return batch
 
     def planned(self, ranks: int) -> int | float:
@@ -429,7 +429,7 @@ class Indexed(LoaderSource):
         return self._with_gaps(self.open(epoch, turn, start, stop), start, stop)
 
     def _with_gaps(self, batches: Iterator[Any], number: int, stop: int | float) -> Iterator[tuple[Any, float]]:
-        """Yield (batch, weight) for each micro-batch that any rank has, with weight 0.0 if this rank has none of it."""
+        """Yield (batch, weight) for each micro-batch of any rank; the weight is 0.0 if this rank has no samples."""
         while number < stop and self.has(number):
             weight = float(self.weights(number)[self.rank])
             batch = next(batches) if weight or self.pads else None
@@ -707,7 +707,7 @@ def first_tensor(batch: object) -> Any:
 
 
 def copy_loader(loader: DataLoader[Any], **changes: object) -> DataLoader[Any]:
-    """Return a shallow copy of a loader, of the same class. ``changes`` replace some of its attributes.
+    """Return a shallow copy of a loader, of the same class, with the attributes in ``changes`` replaced.
 
     Constructing a new one would need the arguments of a subclass' ``__init__``. The attributes bypass
     `DataLoader.__setattr__`, which keeps users from changing a loader that is in use.
@@ -752,7 +752,7 @@ def length_of(sized: object) -> int | None:
 
 
 def holders(sampler: object) -> list[object]:
-    """Return a list of a sampler or batch sampler, and of the sampler inside it if there is one."""
+    """Return a list of a sampler or batch sampler, and of the sampler that a batch sampler contains."""
     inner = getattr(sampler, "sampler", None)
     return [sampler] if inner is None else [sampler, inner]
 

@@ -137,7 +137,7 @@ class Stream(LoaderSource):
         self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
 
     def _go_back(self, epoch: int, turn: int) -> bool:
-        """Restore the data set's state from a checkpoint. Return True if it was saved within this pass.
+        """Restore the data set's state from a checkpoint. Return True if the state was saved within this pass.
 
         A checkpoint of an epoch's end belongs to a pass that has ended: that pass is opened once more, and the next
         starts from the beginning.
@@ -298,7 +298,7 @@ class DrawHistory:
 
 
 class Sizes:
-    """Replacement for the batch sampler of a loader over an iterable data set. It determines the sizes of batches.
+    """Replacement for the batch sampler of a loader over an iterable data set, which determines the batch sizes.
 
     A window is ``window`` consecutive samples of the stream. A rank takes its own samples of it, in ``micro`` parts
     that are as even as possible.
@@ -449,7 +449,7 @@ class Shard(IterableDataset[Any]):
                 yield item
 
     def _samples(self, key: int, info: WatchedInfo | None) -> Iterator[tuple[int, Any]]:
-        """Yield the number and value of each sample in the stream. Seed the random generators before each is read."""
+        """Yield the number and value of each sample. Seed the random generators before each sample is read."""
         worker = 0 if info is None else info.worker
         seed_all(mix(key, self._read))
         iterator = iter(self.dataset)
@@ -598,7 +598,7 @@ def _bytes(part: object) -> bytes:
 
 
 def stream_length(samples: int, batch: int | None, drop_last: bool, ranks: int, workers: int) -> int:
-    """Return the number of batches in a stream of known length, on the rank that has the most.
+    """Return the number of batches in a stream of known length, on the rank with the most batches.
 
     Every worker forms its own batches, so that each may end with a partial one.
     """

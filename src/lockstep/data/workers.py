@@ -166,7 +166,7 @@ class IndexRecorder:
         return found
 
     def indices_of(self, number: int) -> Any:
-        """Return the indices of batch ``number``. Return None if they are not kept any more."""
+        """Return the indices of batch ``number``; None if they are no longer stored."""
         place = number - self.num_yielded + len(self._last)
         return self._last[place] if 0 <= place < len(self._last) else None
 
@@ -281,7 +281,7 @@ class _DoneEvent:
         return self._set
 
     def set(self) -> None:
-        """Request the workers to end. If a killed worker has the event's lock, kill the others."""
+        """Request the workers to end. If a killed worker holds the event's lock, kill the other workers."""
         self._set = True
         if self._condition.acquire(timeout=SECONDS_FOR_LOCK):
             try:

@@ -96,7 +96,7 @@ class ModelCopies:
             self.buffers = WindowBuffers(module)
 
     def synchronize_norms(self, module: nn.Module, convert: bool, timeout: timedelta, replicas: ReplicaMap) -> None:
-        """Connect synchronized BatchNorm layers for one fit; with ``convert``, also plain BatchNorm layers. Collective.
+        """Set up synchronized BatchNorm layers for one fit; with ``convert``, also plain BatchNorm layers. Collective.
 
         The arguments are those of `SynchronizedNorms`.
         """

@@ -331,7 +331,7 @@ class Strategy(Engine):
         return self.module
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients without reduction inside the block; the next backward after it reduces them."""
+        """Accumulate gradients without reduction inside the block; the next backward after the block reduces them."""
         return self.synchronize(False)
 
     # -- Lightning's names: of the collectives, each overridable

@@ -378,7 +378,7 @@ class FSDPStrategy(ShardedStrategy):
         self._backward_ends()
 
     def steps_end(self) -> None:
-        """Free parameters that forwards have left gathered, so that hooks read and write shards."""
+        """Free parameters that are still gathered after forwards, so that hooks read and write shards."""
         if self._sharded is not None:
             self._sharded.free()
 
@@ -490,7 +490,7 @@ class FSDPStrategy(ShardedStrategy):
 
 
 class ShardedGradients(Gradients["ShardedModule"]):
-    """Gradients of a module whose parameters are shards, except for some that are not sharded."""
+    """Gradients of a module in which most parameters are sharded, and some are not."""
 
     def local(self, stepped: bool = False) -> list[Tensor]:
         """Return this rank's gradient shards, and unsharded gradients that are not reduced yet."""

@@ -78,7 +78,7 @@ class WholeUpdates(Owners):
         return cost_of(parameter.shape)
 
     def _assign(self, parameters: Iterable[Tensor]) -> None:
-        """Assign an owner to parameters without one, and record each rank's shard. Collective if there are any."""
+        """Assign an owner to parameters without one, and record their shards. Collective if such parameters exist."""
         new = [parameter for parameter in parameters if parameter not in self._boxes]
         if not new:
             return
