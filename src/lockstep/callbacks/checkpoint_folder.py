@@ -39,7 +39,7 @@ def fill(template: str, metrics: Mapping[str, Any], equals: str | None = "=") ->
 
 
 def name_pattern(template: str, extension: str) -> re.Pattern[str]:
-    """Return a regular expression for all file names that `template` can produce, also with a version like ``-v1``."""
+    """Return a regular expression for all file names from `template`, including names with a version like ``-v1``."""
     literal = re.split(r"\{[^{}]*\}", template)
     return re.compile(".*".join(map(re.escape, literal)) + r"(-v\d+)?" + re.escape(extension))
 

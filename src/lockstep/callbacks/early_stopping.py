@@ -154,7 +154,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a saved state; states without a reason, from Lightning before 2.6, are accepted."""
+        """Load a saved state; a state without a reason to stop, from Lightning before 2.6, is accepted."""
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.best_score = torch.as_tensor(state_dict["best_score"]).squeeze().cpu()

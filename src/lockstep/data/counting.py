@@ -176,7 +176,7 @@ class BatchCounting:
 
     @property
     def resumed_number(self) -> int | None:
-        """Number of micro-batches that precede this attempt in its first epoch; None if it starts with an epoch."""
+        """Number of micro-batches that precede this attempt in its first epoch; None if it starts a new epoch."""
         return None if self.resumed_at is None else self.resumed_at.number
 
     @property

@@ -265,7 +265,7 @@ class ProgressBar(Callback):
     total_predict_batches_current_dataloader = total_val_batches_current_dataloader
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Return True if ``dataloader_idx`` differs from the previous call's."""
+        """Return True if ``dataloader_idx`` differs from that of the previous call."""
         before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
         return before != dataloader_idx
 
@@ -496,7 +496,7 @@ class DrawnProgressBar(ProgressBar):
 
 
 def _evaluation(trainer: Trainer) -> str:
-    """Return ``"sanity_check"``, ``"validation"``, ``"test"`` or ``"predict"``."""
+    """Return the name of the current evaluation: ``"sanity_check"``, ``"validation"``, ``"test"`` or ``"predict"``."""
     if trainer.sanity_checking:
         return "sanity_check"
     return {"test": "test", "predict": "predict"}.get(str(trainer.state.fn), "validation")
