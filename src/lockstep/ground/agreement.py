@@ -136,7 +136,7 @@ class ConsensusFlags:
         return len(self._names) - 1
 
     def request(self, bit: int) -> None:
-        """Request that ``bit`` be raised. A later boundary raises it, which is the same on all ranks."""
+        """Request that ``bit`` be raised at a later boundary, which is the same on all ranks."""
         if bit not in self.up:
             self._wanted.add(bit)
 
@@ -194,7 +194,7 @@ class _Channel(Protocol):
 
     @waits()
     def settle(self, synced: bool, wanted: set[int]) -> Iterable[int]:
-        """Return the bits to raise at this boundary, because a rank has requested them since they were last lowered."""
+        """Return the bits to raise at this boundary: those that any rank has requested since they were last lowered."""
         ...
 
     def void(self, bit: int) -> None: ...
@@ -386,12 +386,12 @@ def exchanged(place: int, count: int, row: Tensor, send: Send, receive: Receive)
 
 
 class HostMaximum:
-    """Element-wise maximum of integers over the ranks of a group, which is started first and read later.
+    """Asynchronous element-wise maximum of integers over the ranks of a group.
 
     All methods are collective.
 
     Args:
-        width: how many integers.
+        width: number of integers.
         group: the ranks.
 
     Attributes:

@@ -29,7 +29,7 @@ KIND = {"strategies": "strategy", "commands": "command", "services": "service"}
 
 
 class Extension(NamedTuple):
-    """The names that one extension provides, each with the place of its object.
+    """The names that one extension provides, each with the place from which its object is imported.
 
     A place is ``"module"`` or ``"module:name"``, relative to the extension's folder.
     """

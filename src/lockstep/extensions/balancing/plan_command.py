@@ -50,7 +50,7 @@ ELSEWHERE = ("nodes", "memory", "link", "chip")
 
 
 class _Planned(BaseException):
-    """Raised to end a script once its plan is made; a BaseException, which ``except Exception`` does not catch."""
+    """Exception that ends a script once the plan is made; a BaseException, so that user code does not catch it."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

@@ -58,7 +58,7 @@ NO_EFFECT = {
 
 
 class DeepSpeedStrategy(ShardedStrategy):
-    """One process per device, on DeepSpeed's engine with ZeRO stage 1, 2 or 3. CPUs are supported (gloo).
+    """Strategy with one process per device and DeepSpeed's engine, ZeRO stage 1, 2 or 3. CPUs are supported (gloo).
 
     The arguments are those of Lightning's strategy. None takes the value of ``config``, or the default if ``config``
     does not have it. See `docs/deepspeed.md`.

@@ -1,4 +1,4 @@
-"""WeightAveraging: keeps an average of the weights, which validation uses and the trained model has."""
+"""WeightAveraging: averages the weights during training, validates with the average, and leaves it in the model."""
 
 from __future__ import annotations
 

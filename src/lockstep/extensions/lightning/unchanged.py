@@ -52,7 +52,7 @@ FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = (
 
 
 class LightningEnum(str, Enum):
-    """An enum of texts; a member is equal to its text."""
+    """An enum of strings; each member is equal to its string."""
 
 
 class GradClipAlgorithmType(LightningEnum):
@@ -84,7 +84,7 @@ class WarningCache(set[str]):
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """Return by name the arguments of the ``__init__`` that runs in a frame; empty if it is no ``__init__``."""
+    """Return the arguments of the ``__init__`` that runs in a frame, by name; an empty dict for other frames."""
     first = frame.f_code.co_varnames[0] if frame.f_code.co_argcount else ""
     return arguments_of_init(frame.f_locals.get(first), frame) or {}
 

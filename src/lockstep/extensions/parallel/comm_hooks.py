@@ -120,7 +120,7 @@ class DivergedWeights:
 
     @torch.no_grad()
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Load this rank's state from the `state_dict` of all ranks, whose number must be the same as at the save."""
+        """Load this rank's state from the `state_dict` of all ranks, saved by a run with the same number of ranks."""
         mine = states[comm.rank()]
         if not mine:
             return
@@ -381,7 +381,7 @@ class CommunicationHook(AttachableHook):
         state.subgroup, self._owns_subgroup = self._nodes[1], True
 
     def detach(self) -> None:
-        """Remove the subgroup that `attach` set in the hook's state. Its other values are kept for the next fit."""
+        """Remove the subgroup that `attach` set in the hook's state. Other values are kept for the next fit."""
         if self._owns_subgroup:
             self.state.subgroup, self._owns_subgroup = None, False
 

@@ -1,4 +1,4 @@
-"""Simulation of many ranks, which run two steps without each other and whose collectives are compared."""
+"""Simulation of many ranks: each runs two steps without the others, then the collectives are compared."""
 
 from __future__ import annotations
 

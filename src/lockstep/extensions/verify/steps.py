@@ -1,4 +1,4 @@
-"""Observer of optimizers, which saves gradients and parameters at each step, and what each backward has added."""
+"""Observer of optimizers, which saves gradients and parameters at each step, and each backward's contribution."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ NOT_FIRST = "A step called block {place} of the chain {chain!r} first: start wit
 
 
 class _Reached(BaseException):
-    """Raised to end a user's step at the chain; a BaseException, so that user code does not catch it."""
+    """Exception that ends a user's step at the chain; a BaseException, so that user code does not catch it."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Search for the largest batch size with which some steps run without exhausting memory."""
+"""Search for the largest batch size at which a few steps run without exhausting memory."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def _make_loaders_again(trainer: Trainer) -> None:
 
 
 class BatchSizeFinder(Callback):
-    """Callback that finds the largest batch size that fits into memory, with which the Trainer call then runs.
+    """Callback that finds the largest batch size that fits into memory; the Trainer call then uses this batch size.
 
     The loaders must come from hooks of the module or of a data module that read the attribute.
 

@@ -127,7 +127,7 @@ def rows_of(batch: object, dim: int = 0) -> int | None:
 
 
 def part_sizes(rows: int, parts: int) -> list[int]:
-    """Return the sizes of at most ``parts`` non-empty parts that differ by at most one; larger ones are first."""
+    """Divide ``rows`` into at most ``parts`` parts. Return sizes that differ by at most one, largest first."""
     parts = max(1, min(rows, parts))
     return [rows // parts + (part < rows % parts) for part in range(parts)]
 

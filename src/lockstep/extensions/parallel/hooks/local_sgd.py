@@ -171,7 +171,7 @@ def post_local_sgd(state: PostLocalSGDState, bucket: GradBucket) -> torch.future
 
 
 def marks_of(hook: object, state: Any) -> RoundGroup | None:
-    """Return a function for the group in which a round exchanges used parameters; None if the group is fixed.
+    """Return a function that selects the group in which a round exchanges used parameters; None for a fixed group.
 
     Args:
         hook: a communication hook of lockstep or torch, wrapped or not.
