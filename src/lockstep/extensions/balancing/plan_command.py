@@ -50,7 +50,7 @@ ELSEWHERE = ("nodes", "memory", "link", "chip")
 
 
 class _Planned(BaseException):
-    """Exception that ends a script once the plan is made; a BaseException, so that user code does not catch it."""
+    """Exception that ends a script once the plan is made; a BaseException, to pass through ``except Exception``."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

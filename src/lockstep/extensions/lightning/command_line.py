@@ -466,7 +466,7 @@ class LightningCLI:
         return parser.parse_object(given, **options)
 
     def _take_from_checkpoint(self, args: ArgsType) -> None:
-        """Take model arguments that the command line does not set from the hyperparameters in ``ckpt_path``."""
+        """Set model arguments that are missing on the command line to the hyperparameters in ``ckpt_path``."""
         subcommand = self.config.get("subcommand")
         path = self.config[subcommand].get("ckpt_path") if subcommand else None
         if not path or not isfile(path):

@@ -226,7 +226,7 @@ started by strategy="ddp" in the script, by torchrun -m lockstep.lightning, or b
 
 
 def main(words: Sequence[str]) -> None:
-    """Run a script or a module as ``__main__``; Lightning's import names are resolved to lockstep in it.
+    """Run a script or a module as ``__main__``, with Lightning's import names resolved to lockstep.
 
     Args:
         words: arguments after ``python -m lockstep.lightning``.

@@ -230,7 +230,7 @@ class StudyTrial:
         return state
 
     def _running_entry(self) -> FrozenTrial:
-        """Return the trial's entry; if it has failed, replace it by a running copy with the same values and reports."""
+        """Return the trial's entry, or for a failed entry, a new running copy with the same values and reports."""
         entry = self._known_entry()
         return self._add_entry(entry, keeps=True) if entry.state == TrialState.FAIL else entry
 

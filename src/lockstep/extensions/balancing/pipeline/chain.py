@@ -223,7 +223,7 @@ class Chain:
     # -- a step in two parts
 
     def input_of(self, step: Callable[[], Any]) -> tuple[Tensor | None, Extras]:
-        """Run a step up to the chain, and return the chain's input (None if never called) and other arguments."""
+        """Run a step up to the chain, and return the chain's input (None without a call) and other arguments."""
         self._count, self._first, self._extras = 0, None, []
         try:
             with self._in(_Mode.TAKES):

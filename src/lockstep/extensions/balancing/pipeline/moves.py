@@ -74,7 +74,7 @@ class _Post:
         self.size = 0
 
     def announce(self, value: Any) -> Any:
-        """Return a value's announcement: a large tensor's shape and dtype, else the value (a copy of a small tensor)."""
+        """Return a value's announcement: the shape and dtype of a large tensor, else the value (tensors are copied)."""
         if isinstance(value, Tensor):
             on_device = value.device.type == self._device.type
             # sparse and other layouts cannot be received into a flat buffer

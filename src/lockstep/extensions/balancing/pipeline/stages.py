@@ -354,7 +354,7 @@ class Stages:
         raise MisconfigurationException(NOT_FLOATING.format(what=what, block=block, chain=self.chain.name))
 
     def _loss(self, output: Tensor, number: Tensor) -> Tensor:
-        """Run the user's step with the chain's output, and return the loss. torch calls this on the last stage."""
+        """Return the loss of the user's step for the chain's output. torch calls this method on the last stage."""
         try:
             loss: Tensor = self._run_end(output.view_as(output) if self._splits else output, int(number))
         except BaseException as error:
