@@ -539,7 +539,7 @@ def packed(value: object) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """Unpickle the bytes that `packed` returned. Use it only for bytes from a trusted process."""
+    """Unpickle the bytes that `packed` returned. The bytes must come from a trusted process."""
     return pickle.loads(data)
 
 

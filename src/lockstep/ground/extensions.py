@@ -1,4 +1,4 @@
-"""The table of lockstep's extensions. The core finds in it the names that each extension provides.
+"""The table of lockstep's extensions, in which the core finds the names that each extension provides.
 
 An extension is a package in `lockstep.extensions`. The core does not import extensions directly. It looks up a
 strategy, a command, a service or a public name here, and the extension is imported then. If an extension is deleted,

@@ -193,7 +193,7 @@ def write_csv(found: Plan, path: str) -> None:
 
 
 def _check_file(option: str, path: str) -> None:
-    """Raise an error if the file of an option cannot be written. Call it before computing the file's contents.
+    """Raise an error if the file of an option cannot be written. Runs before the file's contents are computed.
 
     Args:
         option: the option that names the file, for the error.

@@ -143,7 +143,7 @@ class Votes:
         return True
 
     def reset(self) -> None:
-        """Reset the count. Call it after a change, and after a measurement that favors no change."""
+        """Reset the count, after a change or after a measurement that favors no change."""
         self._count = 0
 
 

@@ -176,7 +176,7 @@ class StochasticWeightAveraging(Callback):
             self._install(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start averaging if its first epoch is reached; add the current weights to the average."""
+        """In an epoch that is averaged, add the current weights to the average; in the first one, install ``SWALR``."""
         epoch = trainer.current_epoch
         if not self.swa_start <= epoch <= self.swa_end:
             return
@@ -222,7 +222,7 @@ class StochasticWeightAveraging(Callback):
     # -- the average ---------------------------------------------------------------------------------------
 
     def _install(self, trainer: Trainer) -> None:
-        """Create an ``SWALR`` for the optimizer; it replaces the optimizer's scheduler, if there is one."""
+        """Create an ``SWALR`` for the optimizer, in place of the optimizer's scheduler, if there is one."""
         optimizer, configs = trainer.optimizers[0], trainer.lr_scheduler_configs
         rates = self._swa_lrs if isinstance(self._swa_lrs, list) else [self._swa_lrs] * len(optimizer.param_groups)
         if len(rates) != len(optimizer.param_groups):

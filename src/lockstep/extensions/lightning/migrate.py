@@ -112,7 +112,7 @@ def _diff(before: str, after: str, name: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class ReportLine:
-    """An entry of the report: what to do by hand, or what differs, at one line of the script."""
+    """An entry of the report: a change to make by hand, or a difference in behavior, at one line of the script."""
 
     line: int
     text: str
@@ -264,7 +264,7 @@ class _Script:
         return f"{base}.{node.attr}".replace(f"{ROOT}.pytorch", ROOT) if base else ""
 
     def kinds(self, node: ast.ClassDef) -> Iterator[str]:
-        """Yield which of LightningModule, LightningDataModule and Callback a class derives from."""
+        """Yield "LightningModule", "LightningDataModule" or "Callback" for each such base of a class."""
         for path in map(self.resolve, node.bases):
             kind = "Callback" if path.startswith(f"{ROOT}.callbacks.") else path.rpartition(".")[2]
             if kind in ("LightningModule", "LightningDataModule", "Callback"):

@@ -123,7 +123,7 @@ def _load_from_checkpoint(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Registry:
-    """Registry that ignores what packages register at import; lockstep's Trainer takes instances, not their names."""
+    """Registry that ignores registrations by packages at import; lockstep's Trainer accepts instances, not names."""
 
     @staticmethod
     def register(*args: object, **kwargs: object) -> None:

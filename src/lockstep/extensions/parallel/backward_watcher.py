@@ -223,7 +223,7 @@ class BackwardWatcher:
             self._prepare(sync)
 
     def unprepared_grad(self) -> None:
-        """Start the round when a parameter gets a gradient in a backward in which no output's hook has started it."""
+        """Start the round when a parameter gets a gradient, if no output's hook has started the round before."""
         if self._prepared or not (self._waiting or self._current_task != -1) or self._container() is None:
             return
         if self._current_task == -1:

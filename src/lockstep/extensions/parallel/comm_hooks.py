@@ -233,7 +233,7 @@ class HookedLocalSteps:
         return comm.all_reduce(weight, "sum", over), comm.world_size(over)
 
     def step(self) -> None:
-        """Record an optimizer's step. At the end of a period, average the parameters, which is collective."""
+        """Record an optimizer's step. At the end of a period, average the parameters (a collective operation)."""
         if self._averager.step() and self._averager.agreed and self.apart.differ:
             self.apart.differ = False
             if self._take_buffers is not None:
@@ -434,7 +434,7 @@ class CommunicationHook(AttachableHook):
 
 
 def communication_hook(*arguments: Any) -> CommunicationHook | None:
-    """Return a `CommunicationHook` with these arguments, or None if they contain no hook."""
+    """Return a `CommunicationHook` with the given arguments, or None if the arguments contain no hook."""
     made = CommunicationHook(*arguments)
     return None if made.hook is None else made
 

@@ -118,7 +118,7 @@ def _parts(jobs: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _run(words: Sequence[str], text: str | None = None) -> str:
-    """Run a SLURM command and return what it prints."""
+    """Run a SLURM command and return the command's output."""
     try:
         # In its own session: Ctrl-C must not end sbatch between the controller's answer and the reading of its output.
         done = subprocess.run(

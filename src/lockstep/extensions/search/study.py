@@ -50,7 +50,7 @@ _STATES = {end: state for state, end in _ENDS.items()}
 
 
 class StudyTrial:
-    """Trial of an Optuna study, identified by its number in the search; it can be pickled.
+    """Picklable trial of an Optuna study, identified by its number in the search.
 
     If a trial has reported and starts again, the new start is another entry of the study with the same number and
     values, and the previous entry becomes FAIL. A fit that resumes from a checkpoint inherits the earlier reports

@@ -1,4 +1,4 @@
-"""Check that a run that is stopped and started again continues as if it had not been stopped."""
+"""Check that a stopped and restarted run continues as an uninterrupted run would."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _COMPARED = "simulated ranks"
 
 
 class Simulation:
-    """Check that runs a script on many ranks, each without the others, and compares what they would have sent.
+    """Check that runs a script on many ranks, each without the others, and compares the ranks' collectives.
 
     Args:
         request: what to verify; its devices are the ranks to simulate.

@@ -68,7 +68,7 @@ class SplitCheck:
         return found, groups
 
     def _run_weights(self, given: dict[str, Any], last_backward: bool) -> Any:
-        """Compute the weights' gradients as part two of a backward. Check them if part one was checked."""
+        """Compute the weights' gradients as part two of a backward. Check these gradients if part one was checked."""
         whole, of_inputs = self._pending.pop(id(given["param_groups"]), (None, ()))
         if whole is None:
             return self._run("weight", given, last_backward)

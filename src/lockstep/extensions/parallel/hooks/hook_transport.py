@@ -112,7 +112,7 @@ class StreamQueue(OrderedQueue):
         return future
 
     def _on_stream(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return a context in which this queue's stream is current, and waits for the previous stream's work so far."""
+        """Return a context that selects this queue's stream, which first waits for the current stream's work so far."""
         if not _has_queue(device):
             return nullcontext()
         if device not in self._streams:
@@ -569,7 +569,7 @@ class HookTransport(AllReduce):
 def attach_hook(
     reducer: Reducer, state: object, hook: Callable[..., Any], round_group: RoundGroup | None = None
 ) -> None:
-    """Make ``hook`` reduce the buckets of ``reducer``. Call it on every rank before the first `prepare`.
+    """Make ``hook`` reduce the buckets of ``reducer``. Must run on every rank before the first `prepare`.
 
     Args:
         reducer: a reducer without a hook.

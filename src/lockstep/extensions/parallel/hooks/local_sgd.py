@@ -34,7 +34,7 @@ def node_group(group: comm.Group = None) -> Any:
 
 
 def group_of(members: list[int], group: comm.Group = None) -> Any:
-    """Create a process group with the given ranks, which include this one. Collective on these ranks.
+    """Create a process group with the given ranks, which include this rank. Collective on these ranks.
 
     Args:
         members: ranks within ``group``.
