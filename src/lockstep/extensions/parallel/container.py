@@ -568,8 +568,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Device]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Split inputs and keyword arguments along `dim` into a part for each device. A subclass may override this.
 
-        A batch with fewer rows than devices has fewer parts. It is called for several devices, and also for one if it
-        is overridden.
+        A batch with fewer rows than devices has fewer parts. This method is called for several devices, and also for
+        one device if a subclass overrides the method.
         """
         parts = copies.scatter((inputs, kwargs), [as_device(device) for device in device_ids], self.dim)
         return [part for part, _ in parts], [part for _, part in parts]
