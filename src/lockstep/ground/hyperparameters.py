@@ -74,7 +74,7 @@ class HyperparametersMixin:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Save arguments of ``__init__`` in :attr:`hparams`; call it inside ``__init__``.
+        """Save arguments of ``__init__`` in :attr:`hparams`; call this method inside ``__init__``.
 
         :attr:`hparams` keeps the objects. A checkpoint contains no code: it holds their plain form (a path as a
         string, an ``Enum`` as its value, a ``Namespace`` or dataclass as a dict) and the names of their classes.
@@ -276,7 +276,7 @@ def _init_arguments(obj: object, frame: FrameType | None) -> tuple[dict[str, Any
 
 
 def arguments_of_init(obj: object, frame: FrameType) -> dict[str, Any] | None:
-    """Return the arguments of the call that `frame` runs, if it is ``__init__`` of `obj`. Otherwise, return None."""
+    """Return the arguments with which `frame` runs ``__init__`` of `obj`, or None if `frame` runs another call."""
     code = frame.f_code
     if code.co_name != "__init__" or code.co_argcount == 0:
         return None

@@ -382,7 +382,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return outputs
 
     def _prepare_forward(self, grad: bool, sync: bool) -> Weight | None:
-        """Check that a forward may run, agree with the other ranks on it, and synchronize buffers. Collective."""
+        """Check that a forward may run, agree with the other ranks, and synchronize buffers. Collective."""
         self._watch.before_forward()
         self._await_buffers()
         if torch.compiler.is_compiling():
@@ -566,21 +566,21 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     # -- devices
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Device]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Split inputs and keyword arguments along `dim` into a part for each device. It may be overridden.
+        """Split inputs and keyword arguments along `dim` into a part for each device. A subclass may override this.
 
-        A batch with fewer rows than devices has fewer parts. It is called for several devices, and also for one if it
-        is overridden.
+        A batch with fewer rows than devices has fewer parts. This method is called for several devices, and also for
+        one device if a subclass overrides the method.
         """
         parts = copies.scatter((inputs, kwargs), [as_device(device) for device in device_ids], self.dim)
         return [part for part, _ in parts], [part for _, part in parts]
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
-        """Run each replica on its part in a thread, and return the outputs. It may be overridden."""
+        """Run each replica on its part in a thread, and return the outputs. A subclass may override this."""
         calls = [partial(replica, *i, **k) for replica, i, k in zip(replicas, inputs, kwargs, strict=True)]
         return copies.in_threads(calls, self._devices)
 
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
-        """Join the outputs of the parts along `dim`. It may be overridden."""
+        """Join the outputs of the parts along `dim`. A subclass may override this."""
         return copies.gather(outputs, as_device(output_device), self.dim)
 
     def to_kwargs(self, inputs: object, kwargs: object, device_id: Device) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -83,16 +83,16 @@ class DataParallel(nn.Module):
         return replicate(module, devices)
 
     def scatter(self, inputs: object, devices: Sequence[torch.device]) -> list[Any]:
-        """Split the inputs among the devices; see :func:`scatter`. It may be overridden."""
+        """Split the inputs among the devices; see :func:`scatter`. A subclass may override this method."""
         return scatter(inputs, devices, self.dim)
 
     def parallel_apply(self, replicas: Sequence[nn.Module], parts: Sequence[Any]) -> list[Any]:
-        """Run each replica on its part ``(inputs, kwargs)``, and return the outputs. It may be overridden."""
+        """Run each replica on its part ``(inputs, kwargs)``, and return the outputs. A subclass may override this."""
         calls = [partial(replica, *i, **k) for replica, (i, k) in zip(replicas, parts, strict=True)]
         return in_threads(calls, self.devices)
 
     def gather(self, outputs: Sequence[Any], device: torch.device) -> Any:
-        """Join the outputs of the parts; see :func:`gather`. It may be overridden."""
+        """Join the outputs of the parts; see :func:`gather`. A subclass may override this method."""
         return gather(outputs, device, self.dim)
 
 
@@ -127,7 +127,7 @@ def rows_of(batch: object, dim: int = 0) -> int | None:
 
 
 def part_sizes(rows: int, parts: int) -> list[int]:
-    """Return the sizes of at most ``parts`` non-empty parts that differ by at most one; larger ones are first."""
+    """Divide ``rows`` into at most ``parts`` parts. Return sizes that differ by at most one, largest first."""
     parts = max(1, min(rows, parts))
     return [rows // parts + (part < rows % parts) for part in range(parts)]
 
