@@ -63,7 +63,7 @@ def memory_peak(device: torch.device) -> int | None:
 
 
 def forget_memory_peak(device: torch.device) -> None:
-    """Start a new period for `memory_peak`, whose maximum starts at the number of bytes in use."""
+    """Reset the result of `memory_peak` to the number of bytes that are in use now."""
     forget = None if device.type == "cpu" else getattr(device_module(device), "reset_peak_memory_stats", None)
     if forget is not None:
         forget(device)

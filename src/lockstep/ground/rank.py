@@ -164,7 +164,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 @dataclass(frozen=True)
 class Doing:
-    """Description of a function, from its mark by `does` or `waits`."""
+    """Description of what a function does, from the decorator `does` or `waits` on the function."""
 
     words: str  #: "saving a checkpoint"; "" if there are none
     waits: bool  #: True if the function itself waits for other ranks

@@ -263,7 +263,7 @@ def warn_of_untested_torch(version: str = torch.__version__) -> None:
 
 
 def untested_device_warning(kind: str, several: bool = False) -> str | None:
-    """Return a warning if this release of lockstep has never run on such devices. Return None if it has.
+    """Return a warning if this release of lockstep has never run on devices of this kind. Otherwise, return None.
 
     Args:
         kind: kind of the devices.

@@ -215,7 +215,7 @@ class LogCollector:
         return known
 
     def _add_metric(self, entry: Entry, metric: Metric, weight: float) -> None:
-        """Record a torchmetrics object. Its own state gives the epoch's value; its last forward gives the step's."""
+        """Record a torchmetrics object, whose state yields the epoch's value, and the result of its last forward."""
         if entry.metric is not None and entry.metric is not metric and entry.epoch_fresh:
             kind = type(metric).__name__
             raise MisconfigurationException(NEW_METRIC.format(name=entry.key[2], hook=entry.key[0], metric=kind))

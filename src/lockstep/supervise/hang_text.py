@@ -190,7 +190,7 @@ def missing_ranks(missing: Iterable[RankSnapshot], waiting: Iterable[RankSnapsho
 
 
 def long_wait(seconds: float, others: Iterable[RankSnapshot], waiting: Iterable[RankSnapshot]) -> str:
-    """Describe the ranks that have waited for ``seconds``, and before these, the ranks for which they may wait."""
+    """Describe ranks that the others may wait for, followed by the ranks that have waited for ``seconds``."""
     return f"for {seconds:.0f} s, {'; '.join(filter(None, [describe_all(others), describe_all(waiting)]))}"
 
 

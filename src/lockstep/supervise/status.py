@@ -333,9 +333,9 @@ class _Hook:
 
 
 def _drop_lost(error: BaseException) -> None:
-    """Remove errors about lost connections from the context of a KeyboardInterrupt, in which they are no news.
+    """Remove errors about lost connections from the context of a KeyboardInterrupt, because they add no information.
 
-    All ranks were interrupted.
+    All ranks were interrupted, so lost connections are expected.
     """
     each: BaseException | None = error
     while each is not None:

@@ -302,7 +302,7 @@ class Supervisor:
         return self._first is None and bool(self._processes.failed or self._exit_causes)
 
     def _find_cause(self) -> None:
-        """Report the first cause if it has become certain. Otherwise, ask the other nodes once."""
+        """Report the first cause if it has become certain. Otherwise, query the other nodes once."""
         if not self._is_open():
             return
         found: First | None
@@ -324,9 +324,9 @@ class Supervisor:
                     )
 
     def _on_question(self, body: Message) -> None:
-        """Handle another node's question about lost connections. Report the first cause if it is on this node.
+        """Handle another node's query about lost connections. Report the first cause if it is on this node.
 
-        It is here if a rank of this node has caught an exception in its call, or has left the call.
+        The cause is here if a rank of this node has caught an exception in its call, or has left the call.
         """
         if self._first is not None or self._nodes.decided is not None:
             return

@@ -91,7 +91,7 @@ class Members(tuple[int, ...]):
 
 @functools.lru_cache(maxsize=4096)
 def shared(members: tuple[int, ...]) -> Members:
-    """Return the `Members` object for these ranks. Equal arguments give the same object."""
+    """Return the `Members` object for these ranks. Equal arguments return the same object."""
     return Members(members)
 
 
@@ -195,7 +195,7 @@ class TraceMemory:
         self.enter, self.leave, self.complete, self.queue = _writers(self._memory, self._longs, self._times, shorts)
 
     def word(self, kind: str, *value: object) -> int:
-        """Return the number of a word in the trace. Store the word if it is new. Return 0 if the memory is full.
+        """Return the number of a word (text) in the trace. Store the word if it is new. Return 0 if the memory is full.
 
         Args:
             kind: one of `KINDS`.

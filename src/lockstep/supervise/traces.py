@@ -26,7 +26,7 @@ RankCalls = tuple[list[int], str, Note]
 
 
 class Histories:
-    """Comparison of the notes that all ranks have of each collective, as these notes arrive."""
+    """Comparison of all ranks' notes about each collective, which continues as new notes arrive."""
 
     def __init__(self) -> None:
         self._open: dict[CollectiveKey, dict[int, Note]] = {}
