@@ -87,7 +87,7 @@ class ModuleHooks:
         """Run after an accumulation window's first forward, before the previous window's gradients become None."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Run before the backward of ``loss``, already multiplied by the micro-batch's share of the window."""
+        """Run before the backward of ``loss``, which is already multiplied by the micro-batch's share of the window."""
 
     def on_after_backward(self) -> None:
         """Run after each backward. After a window's last backward, gradients are already reduced over the ranks."""

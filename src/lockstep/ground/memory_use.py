@@ -44,7 +44,7 @@ def memory_stats(device: torch.device) -> dict[str, int]:
 
 
 def _bytes(device: torch.device, name: str, key: str) -> int | None:
-    """Return the result of a function of the device's module, or else an entry of `memory_stats`; None if unknown."""
+    """Call the function ``name`` of the device's module; if it does not exist, return an entry of `memory_stats`."""
     ask = None if device.type == "cpu" else getattr(device_module(device), name, None)
     return memory_stats(device).get(key) if ask is None else int(ask(device))
 

@@ -108,7 +108,7 @@ class CompiledForward:
 
 
 def has_compiled(module: nn.Module) -> bool:
-    """Return True if any layer of a module has been compiled, by the run, ``torch.compile`` or ``torch.jit``.
+    """Return True if any layer of a module has been compiled, by lockstep, ``torch.compile`` or ``torch.jit``.
 
     Hooks and modes that observe the module cannot see into a compiled layer.
     """

@@ -36,9 +36,9 @@ def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 
 def parts_with_values(tensors: Iterable[tuple[str, Tensor]]) -> Parts:
-    """Return the names and this rank's shards of tensors, without shards that cannot be searched for NaN.
+    """Return (name, shard of this rank) for each tensor whose shard can be searched for NaN.
 
-    Such shards are empty, or have a dtype or layout that torch cannot search.
+    A shard cannot be searched if it is empty, or has a dtype or layout that torch cannot search.
     """
     return [(name, part) for name, tensor in tensors if (part := _values_of(tensor)) is not None]
 

@@ -87,7 +87,7 @@ class CombinedOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dict in the form of a single optimizer's, with all parameter groups."""
+        """Return one state dict, as if all parameter groups belonged to a single optimizer."""
         return merged([optimizer.state_dict() for optimizer in self.optimizers])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

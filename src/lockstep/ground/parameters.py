@@ -110,7 +110,7 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
-    """In each list of names, replace all parameters by the parameter with the first name. Return the module.
+    """For each list of names, tie the parameters: assign the first one to all names. Return the module.
 
     Args:
         module: changed in place.
@@ -204,7 +204,7 @@ KEPT = "_lockstep_keeps_dtype"
 
 
 def keep_dtype(layer: nn.Module, names: Iterable[str]) -> None:
-    """Mark parameters and buffers of a layer, so that they keep their dtype when the model is converted to another."""
+    """Mark parameters and buffers of a layer, so that a conversion of the model does not change their dtype."""
     vars(layer)[KEPT] = frozenset(names)
 
 

@@ -26,7 +26,7 @@ LIGHTNINGS = ("lightning", "lightning.pytorch", "pytorch_lightning")
 
 
 class _Screen(logging.Handler):
-    """Log handler that prints to stderr, unless logging is configured or a logger of Lightning has a higher level."""
+    """Log handler that prints to stderr, unless logging is configured or Lightning's loggers have a higher level."""
 
     def emit(self, record: logging.LogRecord) -> None:
         # INFO is the level that Lightning gives its own loggers on import.

@@ -201,7 +201,7 @@ def refuse_without(feature: str, what: str, instead: str, more: tuple[Part, ...]
 
 
 def is_there(name: str) -> bool:
-    """Return True if the installed torch has a module, or an attribute of a module, of a class or of its instances."""
+    """Return True if the installed torch has ``name``, a module or an attribute of a module, class or instance."""
     return any(map(_is_there, name.split("|")))
 
 

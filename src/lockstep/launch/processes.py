@@ -346,7 +346,7 @@ class _Started:
         self._buried = False
 
     def end(self) -> int:
-        """Wait for the process to end, and return the exit code. Its id is not reused before :meth:`close`."""
+        """Wait for the process to end, and return the exit code. The process id is not reused before :meth:`close`."""
         code = None
         if hasattr(os, "waitid"):  # not on macOS
             with contextlib.suppress(ChildProcessError):

@@ -540,7 +540,7 @@ def leave_device(session: Session) -> None:
 
 
 def _move_to_cpu(strategy: Strategy) -> None:
-    """Move module and optimizer states to the CPU, unless the engine forbids it. Drop gradients on other devices."""
+    """Move module and optimizer states to the CPU if the engine permits. Set gradients on other devices to None."""
     module, device = strategy.module, strategy.root_device
     if module is None:  # the call ended before it was set up
         return

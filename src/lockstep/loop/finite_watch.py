@@ -147,7 +147,7 @@ class FiniteWatch:
 
     @property
     def step_check(self) -> Callable[..., None] | None:
-        """Method to call with each loss and gradient norm (`note`); None if they are not watched."""
+        """The method `note`, to call with each loss and gradient norm; None if these are not watched."""
         return self.note if self.is_active else None
 
     def note(self, number: Tensor, what: str = "loss") -> None:

@@ -86,7 +86,7 @@ class FitLoop(FitNames):
 
     @property
     def has_step(self) -> bool:
-        """True once :attr:`step` exists: set-up of a fit has created the optimizers."""
+        """True after the set-up of a fit has created the optimizers and :attr:`step`."""
         return "step" in vars(self)
 
     @property
@@ -444,7 +444,7 @@ class FitLoop(FitNames):
         self._end_epoch(whole, feed)
 
     def _continue_after_batch(self, accumulate: int) -> bool:
-        """Finish what was due after the checkpoint's last batch; return True if that batch ended the epoch."""
+        """After a resume, validate and end the window if still due; return True if the epoch has no more batches."""
         progress, feed = self.session.fit.progress, self.session.fit.loaded
         progress.last = progress.last or progress.batch >= feed.num_batches
         at_end = progress.last or feed.batches_done(progress.batch, accumulate) == 0

@@ -51,7 +51,7 @@ RankEntry = dict[str, Any]
 
 @dataclass
 class Resume:
-    """State of a fit that its checkpoints need, besides weights and optimizers, for a resume.
+    """State of a fit, besides weights and optimizers, that its checkpoints need for a resume.
 
     Attributes:
         entry: this rank's entry of the checkpoint, until training continues.

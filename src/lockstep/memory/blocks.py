@@ -89,7 +89,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _shared(root: nn.Module, block: nn.Module) -> tuple[str, str] | None:
-    """Return both names of a parameter that a block shares with layers outside of it; None if none is shared."""
+    """Return both names of a parameter that a block shares with a layer outside the block; None if there is none."""
     inside = {id(layer) for layer in block.modules()}
     own = {id(p): name for name, p in block.named_parameters()}
     for prefix, layer in root.named_modules():

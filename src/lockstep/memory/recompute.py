@@ -132,7 +132,7 @@ def recompute(module: nn.Module, layers: Layers = True, save: Save = None) -> Ca
 
 
 def _saving(save: Save) -> Contexts | None:
-    """Return a function that creates contexts for both forwards, to store the outputs in ``save``; None without any."""
+    """Return a function that creates contexts for both forwards, to store outputs in ``save``; None without any."""
     if save is None:
         return None
     if isinstance(save, str):

@@ -101,7 +101,7 @@ class CollectiveTrace:
     def collective(
         self, name: str, function: Callable[..., Any], strided: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """Return a wrapper of a collective that records the calls.
+        """Return a wrapper that records the calls of a collective.
 
         Args:
             name: one of `COLLECTIVES`.
@@ -111,7 +111,7 @@ class CollectiveTrace:
         return self._wrap(name, function, COLLECTIVES[name], name not in _SIMPLE, strided=strided)
 
     def message(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of a point-to-point operation that records the calls."""
+        """Return a wrapper that records the calls of a point-to-point operation."""
         return self._wrap(name, function, "tensor", nests=False, numbered=False)
 
     def composed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -497,7 +497,7 @@ def uninstall_trace() -> None:
 
 
 def set_location(where: Callable[[], tuple[str, int]] | None) -> None:
-    """Set the function from which recorded calls get this rank's current hook and batch. None removes it."""
+    """Set the function that returns this rank's current hook and batch, for recorded calls. None removes it."""
     if _trace is not None:
         install_trace()
         _trace.where = where

@@ -247,7 +247,7 @@ class NotesOfAll:
         hub.listen("compared", self._receive_reply)
 
     def compare(self, notes: list[dict[str, Any]]) -> Divergence | None:
-        """On node 0, compare all ranks' calls in the noted collectives. Return the mismatch, or None.
+        """On node 0, compare all ranks' calls in the collectives of ``notes``. Return the mismatch, or None.
 
         May block for a moment.
         """

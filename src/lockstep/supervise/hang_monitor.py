@@ -40,7 +40,7 @@ class WaitLimits:
 
     @classmethod
     def of(cls, positions: Sequence[RankPosition]) -> WaitLimits:
-        """Return the limits that the ranks have set. For each limit, the first rank that has set it counts."""
+        """Return the limits that the ranks have set. Each limit is taken from the first rank that has set it."""
         timeouts = (position.hang_timeout for position in positions if position.hang_timeout is not None)
         kills = (position.hang_kill for position in positions if position.hang_kill is not None)
         return cls(next(timeouts, math.inf), next(kills, math.inf))
@@ -184,7 +184,7 @@ class HangMonitor:
         limits: WaitLimits,
         now: float,
     ) -> Divergence | None:
-        """Return the reason to end the run from all known ranks, or None to continue.
+        """Decide from all known ranks if the run has to end. Return the reason, or None to continue.
 
         Args:
             everybody: all known ranks, inside or outside a call.

@@ -143,7 +143,7 @@ def brief(stack: Stack, most: int = SHORT) -> str:
 
 
 def has_left_call(position: RankPosition, waiting: Sequence[int], where: str) -> str:
-    """Describe a rank that has left a call, or made none, while other ranks wait for it."""
+    """Describe a rank that has left a Trainer call, or made none, while other ranks wait for the rank."""
     did = f"left the call at {position.location}" if position.call else "made no call"
     if position.ended:
         did += " and ended"

@@ -81,7 +81,7 @@ def handling(
 
 
 def is_under_lockstep(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if lockstep started this process as a rank. A rank receives SIGTERM only after a failure."""
+    """Return True if lockstep started this process as a rank. Such ranks receive SIGTERM only after a failure."""
     return environ.get(PARENT) == str(os.getppid())
 
 

@@ -132,7 +132,7 @@ class StackProof:
     def conclude(
         self, every: Sequence[RankSnapshot], answers: Mapping[int, RankSnapshot], now: float
     ) -> Divergence | None:
-        """Return the hang that these replies and the previous replies prove. Otherwise, return None.
+        """Return the hang that ``answers`` and the previous replies prove, or None.
 
         The method also schedules the next request.
         """

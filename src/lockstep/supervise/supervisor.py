@@ -202,7 +202,7 @@ class Supervisor:
             self._put("gone")
 
     def _receive_signals(self) -> None:
-        """Receive the signals that arrived at local rank 0 and that it wrote to its pipe. Runs in a thread."""
+        """Receive the signals that local rank 0 has received and written to its pipe. Runs in a thread."""
         poll = select.poll()
         poll.register(self._signal_pipe, select.POLLIN)
         while True:
@@ -220,7 +220,7 @@ class Supervisor:
         return next((note["code"] for note in self._mailbox.others("left") if note["left"] == rank), None)
 
     def _is_excused(self, rank: int, code: int | None) -> bool:
-        """Return True if a signal that a scheduler sent to all ranks ended this rank. Its end is then no failure."""
+        """Return True if a signal that a scheduler sent to all ranks ended this rank. Its end is then not a failure."""
         if self._starts_ranks or self._first is not None:
             return False
         # the same signal may not have arrived here yet

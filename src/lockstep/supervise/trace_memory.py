@@ -314,7 +314,7 @@ class Reading:
 
     @property
     def count(self) -> int:
-        """Number of notes that the process has written so far."""
+        """Number of collectives that the process has recorded so far."""
         return self._long(_COUNT)
 
     @property
@@ -327,11 +327,11 @@ class Reading:
         return bool(time.monotonic() - at < 2 * LAG)
 
     def newest(self, most: int = 8) -> list[Note]:
-        """Return the newest notes, the newest first."""
+        """Return the notes of the newest collectives, the newest first."""
         return self.notes(self.count - most + 1)[::-1]
 
     def notes(self, first: int) -> list[Note]:
-        """Return the notes from index ``first`` that are still in the ring buffer, in order."""
+        """Return the notes of collectives from index ``first`` on that are still in the ring buffer, in order."""
         count = self.count
         found = (self._note(index) for index in range(max(1, first, count - ENTRIES + 2), count + 1))
         return [note for note in found if note is not None]
