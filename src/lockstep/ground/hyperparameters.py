@@ -226,7 +226,7 @@ def plain_hyperparameters(hparams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def noted_classes(hparams: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[tuple[Any, ...], str]:
-    """Return the classes of hyperparameters that a checkpoint has to store, because plain values lack them.
+    """Return the classes that a checkpoint must store to rebuild hyperparameters from their plain values.
 
     Args:
         hparams: the objects.
