@@ -339,6 +339,16 @@ def test_epochs_of_other_lengths_within_join_are_alike(by_all: bool, certify: Ce
 
 
 @pytest.mark.slow
+def test_a_rank_that_has_made_its_steps_inside_join_is_not_called_one_that_others_wait_for(certify: Certify) -> None:
+    """Rank 1 started the next epoch after rank 0 had ended, and waited: a healthy script was called different."""
+    much_less = "loader = DataLoader(Subset(data, range(56)[:40] if rank == 0 else range(56)[40:]), 8)\n"
+    whole = f"if world == 1:\n    loader = DataLoader(data, 8)\nelse:\n    {much_less}"
+    text = changed((SHARED_OUT, whole), (LOOP, WITHIN)).replace("import os,", "import contextlib, os,")
+    certificate = certify(text)
+    assert certificate.verdict == ALIKE, str(certificate)
+
+
+@pytest.mark.slow
 def test_a_gradient_that_a_rank_scales_is_named_with_its_line(certify: Certify) -> None:
     """It was called a window that is synchronized only in part."""
     scale = "[p.grad.mul_(1 + 0.01 * rank) for p in model.parameters()]"

@@ -149,6 +149,7 @@ class Forwards:
         @functools.wraps(original)
         def init(context: Join, joinables: list[Any], enable: bool = True, *args: Any, **kwargs: Any) -> None:
             if enable:
+                self.watch.joins = True
                 by_all = kwargs.get("divide_by_initial_world_size", True)
                 self.watch.journal.record_once("join", by_all=bool(by_all), where=location())
             original(context, joinables, enable, *args, **kwargs)

@@ -147,7 +147,7 @@ class Loaders:
         # one process must not continue to an epoch that the ranks have not started
         if settings.is_replay and iteration > 0 and (number, iteration) not in self._started:
             raise Stop
-        is_over = self.watch.is_done or 0 < settings.max_epochs <= iteration
+        is_over = self.watch.is_done or 0 < settings.max_epochs <= iteration or self.watch.has_join_ended
         if is_over and number in self._training:
             # the order of this epoch shows whether the sampler shuffles again
             if not settings.is_replay and not isinstance(loader.dataset, IterableDataset):
@@ -170,6 +170,8 @@ class Loaders:
         for at in itertools.count():
             if watch.steps > before:
                 self._training.add(number)
+                if watch.is_done:
+                    watch.end_join()
                 if watch.is_done or 0 < settings.epoch_steps <= watch.steps - before:
                     # the epoch ends instead of the script, so that evaluations and checkpoints after it still run
                     batches.close()

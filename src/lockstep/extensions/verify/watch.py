@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Watch:
         collates: True while the samples of a batch are collated.
         chunks: samples of each rank in the newest batch of a replay, in the order in which they are joined.
         depth: number of nested calls of modules.
+        joins: True once the script has created a Join context.
         on_training_start: called when training starts.
     """
 
@@ -45,6 +47,7 @@ class Watch:
         self.collates = False
         self.chunks: tuple[int, ...] = ()
         self.depth = 0
+        self.joins = False
         self.on_training_start: Callable[[], None] | None = None
 
     def events_of_rank_0(self, *kinds: str) -> list[Event]:
@@ -58,6 +61,24 @@ class Watch:
     def is_done(self) -> bool:
         """True once all requested steps are made."""
         return self.steps >= self.settings.steps
+
+    def end_join(self) -> None:
+        """Note for all ranks that this rank has made all steps, if the script uses Join."""
+        if self.joins:
+            self._join_end.touch()
+
+    @property
+    def has_join_ended(self) -> bool:
+        """True if a rank that trains inside Join has made all steps.
+
+        Inside Join the ranks make different numbers of steps. All of them end with the epoch in which the first rank has
+        made the requested number: a rank that started another epoch would wait for the ranks that have ended.
+        """
+        return self.joins and self._join_end.exists()
+
+    @property
+    def _join_end(self) -> Path:
+        return self.settings.own_folder.parent / "join-ended"
 
     def start_training(self) -> None:
         """Record that training has started. Later calls do nothing."""
