@@ -74,13 +74,25 @@ class ClusterEnvironment(ABC):
         """Return the number of this node, from 0."""
 
     def set_world_size(self, size: int) -> None:  # noqa: B027, may be left as it is
-        """Do nothing: the cluster has assigned the ranks."""
+        """Do nothing: the cluster has assigned the ranks.
+
+        Args:
+            size: number of processes on all nodes.
+        """
 
     def set_global_rank(self, rank: int) -> None:  # noqa: B027, may be left as it is
-        """Do nothing: the cluster has assigned the ranks."""
+        """Do nothing: the cluster has assigned the ranks.
+
+        Args:
+            rank: rank of this process among all, from 0.
+        """
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Raise an error if the Trainer's flags do not match the number of ranks that the cluster has started.
+
+        Args:
+            num_devices: devices on each node.
+            num_nodes: number of nodes.
 
         Raises:
             MisconfigurationException: the flags ask for a different number of ranks.
@@ -131,7 +143,11 @@ class LightningEnvironment(ClusterEnvironment):
         return read_number(os.environ, "WORLD_SIZE", default=1) if self._size is None else self._size
 
     def set_world_size(self, size: int) -> None:
-        """Set the number of processes. Call it if you start the ranks by other means."""
+        """Set the number of processes. Call it if you start the ranks by other means.
+
+        Args:
+            size: number of processes on all nodes.
+        """
         self._size = size
 
     def global_rank(self) -> int:
@@ -271,7 +287,11 @@ class SLURMEnvironment(KnownEnvironment):
 
     @staticmethod
     def resolve_root_node_address(nodes: str) -> str:
-        """Return the first host in a compressed host list from SLURM: ``"node1"`` for ``"node[1-3]"``."""
+        """Return the first host in a compressed host list from SLURM: ``"node1"`` for ``"node[1-3]"``.
+
+        Args:
+            nodes: value of ``SLURM_NODELIST``.
+        """
         return first_host(nodes)
 
 

@@ -95,6 +95,12 @@ def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
     """Return the names of each parameter that has several, such as an embedding tied to the output layer.
 
+    Args:
+        module: module to search, with its submodules.
+
+    Returns:
+        a list of names for each such parameter, in the order of ``named_modules``.
+
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         >>> model[1].weight = model[0].weight

@@ -222,7 +222,16 @@ class DeepSpeedStrategy(ShardedStrategy):
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Check the precision, and leave the scaling of a float16 loss to the engine."""
+        """Check the precision, and leave the scaling of a float16 loss to the engine.
+
+        Args:
+            world: ranks and nodes of the run, and the place of this process among them.
+            device: device of this rank.
+            precision: precision of the run.
+
+        Raises:
+            MisconfigurationException: DeepSpeed does not support the precision.
+        """
         if precision.name not in settings.PRECISIONS:
             raise MisconfigurationException(
                 f'Trainer(precision="{precision.name}", strategy="deepspeed"): DeepSpeed keeps its weights in float32 '
@@ -236,7 +245,11 @@ class DeepSpeedStrategy(ShardedStrategy):
         super().connect(world, device, precision)
 
     def setup_environment(self) -> None:
-        """Join the other ranks, and import DeepSpeed."""
+        """Join the other ranks, and import DeepSpeed.
+
+        Raises:
+            MisconfigurationException: the config has an unknown key, or a disk is to be used and libaio is missing.
+        """
         super().setup_environment()
         # DeepSpeed reads LOCAL_RANK from the environment when its process group is initialized
         self._call.close()
@@ -252,7 +265,11 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     @does("taking rank 0's weights")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Load rank 0's weights and buffers on all ranks; in stage 3 each rank keeps its shard of the weights."""
+        """Load rank 0's weights and buffers on all ranks; in stage 3 each rank keeps its shard of the weights.
+
+        Raises:
+            MisconfigurationException: the module has no parameters, or another engine has left it partitioned.
+        """
         self._refuse_parts(module, "deepspeed" if self._stage == 3 else "")
         if self._zero is not None and not self._is_over:
             self._zero.end()
@@ -333,7 +350,15 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     @does("starting DeepSpeed's engine")
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Create DeepSpeed's engine for the module and its optimizer."""
+        """Create DeepSpeed's engine for the module and its optimizer.
+
+        Args:
+            optimizers: optimizers of the fit.
+            configs: schedulers of the fit, with the interval and frequency of their steps.
+
+        Raises:
+            MisconfigurationException: the module, its optimizers or callbacks need what DeepSpeed does not support.
+        """
         from lockstep.extensions.deepspeed.engine import ZeroEngine, ZeroGradients
 
         super().setup_optimizers(optimizers, configs)
@@ -430,7 +455,11 @@ class DeepSpeedStrategy(ShardedStrategy):
                 )
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Raise an error for a parameter that was unfrozen or added to the optimizer after the engine's creation."""
+        """Raise an error for a parameter that was unfrozen or added to the optimizer after the engine's creation.
+
+        Raises:
+            MisconfigurationException: such a parameter was found, or optimizers were replaced.
+        """
         super().check_trained(replaced)
         name = None if self._zero is None else self._zero.find_untrained()
         if name is not None:
@@ -489,7 +518,11 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._zero.clip(value)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Let the engine update the parameters."""
+        """Let the engine update the parameters.
+
+        Raises:
+            MisconfigurationException: ``closure`` is given.
+        """
         assert self._zero is not None
         if closure is not None:
             raise MisconfigurationException(
@@ -599,7 +632,11 @@ class DeepSpeedStrategy(ShardedStrategy):
         return found
 
     def load(self, state: EngineState) -> None:
-        """Load this rank's shards of a state. Tensors on the meta device, as `save` returns them, are skipped."""
+        """Load this rank's shards of a state. Tensors on the meta device, as `save` returns them, are skipped.
+
+        Raises:
+            RuntimeError: the module's ``strict_loading`` is True, and names of weights differ.
+        """
         if state.module is not None:
             self._load_module(state.module)
         for saved in state.optimizers or ():

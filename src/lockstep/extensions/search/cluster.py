@@ -123,20 +123,33 @@ class SlurmCluster:
         self._options.append(sbatch.option(cmd, value, comment))
 
     def add_command(self, cmd: str) -> None:
-        """Add a line of shell code, which the job runs unchanged before Python starts."""
+        """Add a line of shell code, which the job runs unchanged before Python starts.
+
+        Args:
+            cmd: line of shell code, such as ``"source ~/venv/bin/activate"``.
+        """
         self._commands.append(cmd)
 
     def load_modules(self, modules: Iterable[str]) -> None:
         """Load environment modules in the job.
 
         If a module cannot be loaded, the job ends with a message that names the module.
+
+        Args:
+            modules: a name, or several.
         """
         if isinstance(modules, str):
             modules = [modules]
         self._commands += map(sbatch.module_command, modules)
 
     def notify_job_status(self, email: str, on_done: bool = True, on_fail: bool = True) -> None:
-        """Let SLURM send an email when a trial ends or fails."""
+        """Let SLURM send an email when a trial ends or fails.
+
+        Args:
+            email: address of the receiver.
+            on_done: send an email when a trial has ended.
+            on_fail: send an email when a trial has failed.
+        """
         self._email = (email, on_done, on_fail)
 
     # -- saving outside of the Trainer -----------------------------------------------------------------------
@@ -200,6 +213,13 @@ class SlurmCluster:
         A node runs one task, or ``n`` tasks after ``add_slurm_cmd("ntasks-per-node", n)``.
 
         Arguments as for :meth:`optimize_parallel_cluster_gpu`.
+
+        Args:
+            train_function, nb_trials, job_name, job_display_name: as for :meth:`optimize_parallel_cluster_gpu`.
+
+        Raises:
+            MisconfigurationException: as for :meth:`optimize_parallel_cluster_gpu`.
+            SlurmRefused: as for :meth:`optimize_parallel_cluster_gpu`.
         """
         self._optimize(train_function, nb_trials, job_name, job_display_name, 0)
 

@@ -146,7 +146,8 @@ class BalancedStrategy(RankedStrategy):
         activation_checkpointing_policy: the same by classes or a policy function.
         activation_checkpointing_save: activations of such layers that are kept nevertheless: "matmuls", operators of
             torch, or a policy function of ``torch.utils.checkpoint``.
-        others: see `lockstep.engines.ranks.RankedStrategy`.
+        cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, start_method, nccl: see
+            `lockstep.engines.ranks.RankedStrategy`.
 
     Raises:
         MisconfigurationException: arguments do not fit together; or, when a call starts, the module cannot be split.
@@ -203,7 +204,16 @@ class BalancedStrategy(RankedStrategy):
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Set rank, device and precision. The ranks of one pipeline are one replica and see the same samples."""
+        """Set rank, device and precision. The ranks of one pipeline are one replica and see the same samples.
+
+        Args:
+            world: ranks and nodes of the run, and the place of this process among them.
+            device: device of this rank.
+            precision: precision of the run.
+
+        Raises:
+            MisconfigurationException: the number of ranks or devices is not a multiple of ``stages``, or is 1.
+        """
         super().connect(world, device, precision)
         size = self._size(world)
         if not self.drives_all_devices:
@@ -417,7 +427,18 @@ class BalancedStrategy(RankedStrategy):
         return turns
 
     def window(self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch]) -> list[Any]:
-        """Run all forwards and backwards of an accumulation window, reduce the gradients, and return the outputs."""
+        """Run all forwards and backwards of an accumulation window, reduce the gradients, and return the outputs.
+
+        Args:
+            step: the module's ``training_step``.
+            micro_batches: the micro-batches of the window.
+
+        Returns:
+            the outputs of ``step``, one per micro-batch.
+
+        Raises:
+            MisconfigurationException: a parameter of another rank's stage got a gradient here.
+        """
         count = self._micro_batches or 2 * self._size(self.world)
         turns = self._turns(step, micro_batches, count)
         # before anything of this window is computed: blocks may move

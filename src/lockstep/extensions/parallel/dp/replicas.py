@@ -80,19 +80,41 @@ class DataParallel(nn.Module):
         return self.gather(self.parallel_apply(replicas, parts), self.output_device)
 
     def replicate(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+        """Return a replica of the module for each device; the first one is the module itself. It may be overridden."""
         return replicate(module, devices)
 
     def scatter(self, inputs: object, devices: Sequence[torch.device]) -> list[Any]:
-        """Split the inputs among the devices; see :func:`scatter`. It may be overridden."""
+        """Split the inputs among the devices; see :func:`scatter`. It may be overridden.
+
+        Args:
+            inputs: nested collections of tensors and other objects.
+            devices: the devices.
+
+        Returns:
+            a list of parts of the same structure, one per device that has rows.
+        """
         return scatter(inputs, devices, self.dim)
 
     def parallel_apply(self, replicas: Sequence[nn.Module], parts: Sequence[Any]) -> list[Any]:
-        """Run each replica on its part ``(inputs, kwargs)``, and return the outputs. It may be overridden."""
+        """Run each replica on its part ``(inputs, kwargs)``, and return the outputs. It may be overridden.
+
+        Args:
+            replicas: one module per part.
+            parts: a pair of positional and keyword arguments per part.
+        """
         calls = [partial(replica, *i, **k) for replica, (i, k) in zip(replicas, parts, strict=True)]
         return in_threads(calls, self.devices)
 
     def gather(self, outputs: Sequence[Any], device: torch.device) -> Any:
-        """Join the outputs of the parts; see :func:`gather`. It may be overridden."""
+        """Join the outputs of the parts; see :func:`gather`. It may be overridden.
+
+        Args:
+            outputs: an output per part, all of the same structure.
+            device: device of the result.
+
+        Returns:
+            an output of the same structure.
+        """
         return gather(outputs, device, self.dim)
 
 
