@@ -195,6 +195,9 @@ class ModuleHooks:
     def train_dataloader(self) -> Any:
         """Return the training loader, or a dict or list of loaders. lockstep distributes the samples over the ranks.
 
+        Raises:
+            NotImplementedError: the hook is not overridden. The other loader hooks raise the same error.
+
         Example::
 
             def train_dataloader(self):
@@ -233,6 +236,13 @@ class ModuleHooks:
             batch: result of :meth:`on_before_batch_transfer`.
             device: device of this rank.
             dataloader_idx: number of the batch's loader, from 0.
+
+        Example::
+
+            def transfer_batch_to_device(self, batch, device, dataloader_idx):
+                if isinstance(batch, Graph):
+                    return Graph(batch.nodes.to(device), batch.edges.to(device))
+                return super().transfer_batch_to_device(batch, device, dataloader_idx)
         """
         return move_data_to_device(batch, device)
 

@@ -224,6 +224,12 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         It runs in eval mode and without gradients. Values logged here are averaged over the epoch.
 
         The return value is only passed to ``on_validation_batch_end``.
+
+        Example::
+
+            def validation_step(self, batch, batch_idx):
+                x, y = batch
+                self.log("val_acc", (self.net(x).argmax(dim=-1) == y).float().mean(), prog_bar=True)
         """
         raise NotImplementedError("`validation_step` is not defined")
 
@@ -235,6 +241,11 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         """Return the prediction for one batch. Define it as ``predict_step(batch, batch_idx, dataloader_idx=0)``.
 
         The default returns ``self(batch)``.
+
+        Example::
+
+            def predict_step(self, batch, batch_idx):
+                return self.net(batch[0]).argmax(dim=-1)
         """
         return self(kwargs.get("batch", args[0] if args else None))
 
@@ -256,7 +267,13 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         raise NotImplementedError("`configure_optimizers` is not defined")
 
     def configure_callbacks(self) -> Any:
-        """Return a callback or a list of callbacks. Each callback replaces the Trainer's callbacks of the same type."""
+        """Return a callback or a list of callbacks. Each callback replaces the Trainer's callbacks of the same type.
+
+        Example::
+
+            def configure_callbacks(self):
+                return [EarlyStopping("val_loss"), ModelCheckpoint(monitor="val_loss")]
+        """
         return []
 
     # -- logging -------------------------------------------------------------------------------------------
@@ -370,6 +387,10 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         Returns:
             a collection like ``data``, with tensors of shape ``(world_size, *shape)``; on one process tensors of
             their own shape.
+
+        Example::
+
+            scores = self.all_gather(scores)  # (world_size, batch, classes); on one process (batch, classes)
         """
         strategy = self.trainer.strategy
 
@@ -534,7 +555,12 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: LRSchedulerTypeUnion, metric: SupportsFloat | None) -> None:
-        """Step a scheduler; ``metric`` is the value that the scheduler monitors, or None."""
+        """Step a scheduler; ``metric`` is the value that the scheduler monitors, or None.
+
+        Args:
+            scheduler: scheduler from ``configure_optimizers``.
+            metric: number or scalar tensor; None without a ``"monitor"``.
+        """
         if metric is None and not isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step()
         else:

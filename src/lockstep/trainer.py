@@ -106,7 +106,8 @@ class Trainer(Attributes):
         min_epochs: train at least this many epochs before an early stop.
         max_steps: stop after this many optimizer steps; -1: no limit.
         min_steps: train at least this many optimizer steps before an early stop.
-        max_time: stop after this time: "DD:HH:MM:SS", a timedelta, or its arguments as a dict.
+        max_time: stop after this time: "DD:HH:MM:SS" (days, hours, minutes, seconds), a timedelta, or its arguments as
+            a dict.
         limit_train_batches: number (int) or fraction (float) of the batches of an epoch; default 1.0.
         limit_val_batches: number or fraction of the batches of each validation loader; default 1.0.
         limit_test_batches: number or fraction of the batches of each test loader; default 1.0.
@@ -552,6 +553,8 @@ class Trainer(Attributes):
         Raises:
             MissingAttribute: no fit has set up a module, or its state is in other processes.
             TypeError: the CheckpointIO has no `storage_options`.
+            NonFiniteError: the weights are not finite; nothing was written.
+            OSError: this rank cannot write its file; the other ranks then raise a RuntimeError.
         """
         call = f"trainer.save_checkpoint({os.fspath(filepath)!r})"
         session = self._saved_session(call)

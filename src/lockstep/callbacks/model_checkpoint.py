@@ -745,6 +745,9 @@ class ModelCheckpoint(Checkpoint):
         Args:
             filepath: path of the file; an existing one is replaced atomically. None: the default, once a fit has chosen
                 the folder.
+
+        Raises:
+            OSError: the file cannot be written.
         """
         if filepath is None:
             assert self.dirpath is not None, "the folder is chosen when a fit starts"

@@ -160,7 +160,13 @@ class CheckpointIO(ABC):
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """CheckpointIO that writes torch files atomically, with a hash and without code, on this machine or at a URL."""
+    """CheckpointIO that writes torch files atomically, with a hash and without code, on this machine or at a URL.
+
+    Example::
+
+        checkpoint = TorchCheckpointIO().load_checkpoint("checkpoints/last.ckpt")
+        print(checkpoint["epoch"], list(checkpoint["state_dict"])[:3])
+    """
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: storage.PathLike, storage_options: Any | None = None

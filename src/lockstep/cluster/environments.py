@@ -113,6 +113,9 @@ class LightningEnvironment(ClusterEnvironment):
     Passed explicitly, it disables the detection of clusters.
 
     The methods of a derived class determine the rank where ``LOCAL_RANK`` is set.
+
+    Raises:
+        MisconfigurationException: a variable that a method reads, such as ``WORLD_SIZE``, is not an integer.
     """
 
     cluster = LOCAL
@@ -260,6 +263,14 @@ class SLURMEnvironment(KnownEnvironment):
         auto_requeue: when SLURM sends ``requeue_signal``, save the run at the next boundary and requeue the job. The
             run resumes when the job starts again.
         requeue_signal: the signal that requests saving and requeuing. Default: SIGUSR1 (``#SBATCH --signal=USR1@90``).
+
+    Raises:
+        MisconfigurationException: the rank is requested in a process that is not a task of the job, or a variable of
+            SLURM is malformed.
+
+    Example::
+
+        Trainer(num_nodes=2, devices=4, plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)])
     """
 
     cluster = "slurm"

@@ -143,6 +143,7 @@ class RankedStrategy(Strategy):
         Raises:
             MisconfigurationException: a process group of another number of ranks exists already, or its backend does
                 not support the device.
+            RuntimeError: rank 0 cannot be reached, or not all ranks arrive in time.
         """
         super().setup_environment()
         protect_forks()

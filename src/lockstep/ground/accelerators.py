@@ -101,6 +101,13 @@ class TorchAccelerator(Accelerator):
 
     Args:
         kind: the type in ``torch.device(kind)``.
+
+    Raises:
+        RuntimeError: a method is called, and torch has no module for this kind.
+
+    Example::
+
+        Trainer(accelerator=TorchAccelerator("xpu"), devices=2)
     """
 
     def __init__(self, kind: str) -> None:

@@ -121,6 +121,12 @@ def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[st
     Args:
         module: changed in place.
         shared_params: names as :func:`find_shared_parameters` returns them.
+
+    Example::
+
+        shared = find_shared_parameters(model)
+        model = convert(model)  # your function that creates new parameters, one for each name
+        set_shared_parameters(model, shared)
     """
     for first, *others in shared_params:
         parameter = module.get_parameter(first)

@@ -80,7 +80,11 @@ class ExperimentWriter:
         self.metrics.append(row)
 
     def save(self) -> None:
-        """Write the buffered rows to the table; rewrite the whole table if there is a new column."""
+        """Write the buffered rows to the table; rewrite the whole table if there is a new column.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         if not self.metrics:
             return
         new = {name for row in self.metrics for name in row} - set(self.metrics_keys)

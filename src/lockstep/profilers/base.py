@@ -195,6 +195,10 @@ class SimpleProfiler(Profiler):
         dirpath: see `Profiler`.
         filename: see `Profiler`.
         extended: report the number of calls and the percentage of the total time too.
+
+    Example::
+
+        Trainer(profiler=SimpleProfiler(dirpath="profiles", filename="fit"))  # or profiler="simple"
     """
 
     def __init__(
@@ -277,6 +281,10 @@ class AdvancedProfiler(Profiler):
         filename: see `Profiler`.
         line_count_restriction: functions to list for each action: a number (int), or a fraction of all (float).
         dump_stats: write each action's profile to a ``.prof`` file in ``dirpath`` too, for tools that read ``pstats``.
+
+    Example::
+
+        Trainer(profiler=AdvancedProfiler(dirpath="profiles", filename="fit", line_count_restriction=20))
     """
 
     def __init__(

@@ -33,6 +33,11 @@ class RichProgressBarTheme:
         time: time spent and time left.
         processing_speed: batches per second, "81.3it/s".
         metrics: the line of metrics.
+
+    Example::
+
+        theme = RichProgressBarTheme(progress_bar="magenta", metrics_format=".3f")
+        Trainer(callbacks=RichProgressBar(theme=theme))
     """
 
     description: str = ""  #: "Epoch 3/9", "Testing"

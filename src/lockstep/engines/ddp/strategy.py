@@ -252,7 +252,11 @@ class DDPStrategy(RankedStrategy):
 
     @does("taking rank 0's weights")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Set up the module, then overwrite its weights and buffers with rank 0's. Collective."""
+        """Set up the module, then overwrite its weights and buffers with rank 0's. Collective.
+
+        Raises:
+            ValueError: on every rank, the ranks' modules differ; the message has the first difference.
+        """
         if module is not self.module:
             self._plan = None  # it belongs to an earlier fit's module
         super().setup_module(module, own_backward)

@@ -191,6 +191,7 @@ class ModelParallelStrategy(FSDPStrategy):
         Raises:
             MisconfigurationException: the module has no ``configure_model``, or is already split; or the precision is
                 "fp8-mixed".
+            ValueError: on every rank, the ranks' modules differ.
         """
         from torch.distributed.tensor import DTensor
 

@@ -71,9 +71,12 @@ class DeepSpeedStrategy(ShardedStrategy):
         offload_parameters: keep parameters on ``offload_params_device`` ("cpu"); for stage 3.
         offload_params_device, offload_optimizer_device: "cpu" or "nvme".
         nvme_path: a folder on a fast disk, for the device "nvme".
-        params_buffer_count, params_buffer_size, max_in_cpu, optimizer_buffer_count, pin_memory: settings of offload.
-        block_size, queue_depth, single_submit, overlap_events, thread_count: settings of the disk.
-        sub_group_size, contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter: settings of ZeRO.
+        params_buffer_count, params_buffer_size, max_in_cpu, optimizer_buffer_count, pin_memory: settings of offload;
+            the sizes ``params_buffer_size`` and ``max_in_cpu`` are numbers of elements.
+        block_size, queue_depth, single_submit, overlap_events, thread_count: settings of the disk; ``block_size`` is in
+            bytes.
+        sub_group_size, contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter: settings of ZeRO;
+            ``sub_group_size`` is in elements.
         allgather_bucket_size, reduce_bucket_size: size of a bucket, in elements; at most 2e8 by default.
         zero_allow_untested_optimizer: if False, refuse optimizers that DeepSpeed does not list as tested.
         config: DeepSpeed's config: a JSON file, or a dict. Settings of the Trainer may be repeated in it with the same
@@ -85,7 +88,7 @@ class DeepSpeedStrategy(ShardedStrategy):
             settings of ``deepspeed.checkpointing``, if the model uses it.
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
         process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
-        timeout: time that a collective waits for the other ranks; None: 30 minutes.
+        timeout: time that a collective waits for the other ranks, a ``datetime.timedelta``; None: 30 minutes.
         nccl: NCCL's variables, as in ``DDPStrategy``.
         activation_checkpointing: recompute activations in the backward: True (in the repeated blocks), or classes.
         activation_checkpointing_policy: layers to recompute, as classes or a policy function.
@@ -98,6 +101,10 @@ class DeepSpeedStrategy(ShardedStrategy):
     Raises:
         MisconfigurationException: an argument is unknown or not supported, or has a different value than the config.
         ModuleNotFoundError: DeepSpeed is not installed.
+
+    Example::
+
+        Trainer(devices=8, strategy=DeepSpeedStrategy(stage=3, offload_optimizer=True))
     """
 
     steps_itself = True

@@ -66,6 +66,7 @@ class SpikeDetection(Callback):
     Raises:
         TrainingSpikeException: at a spike.
         MisconfigurationException: ``mode`` is invalid, or ``window`` is below 1.
+        OSError: at a spike, the JSON file cannot be written.
 
     Example::
 

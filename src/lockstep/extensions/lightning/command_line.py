@@ -161,6 +161,10 @@ class SaveConfigCallback(Callback):
     Raises:
         ValueError: nothing would be saved.
         RuntimeError: (in a run) the file exists already.
+
+    Example::
+
+        LightningCLI(Net, Data, save_config_kwargs={"config_filename": "run.yaml", "overwrite": True})
     """
 
     def __init__(

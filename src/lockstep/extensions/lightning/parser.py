@@ -91,6 +91,12 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         env_prefix: prefix of environment variables.
         default_env: read environment variables.
         **kwargs: arguments of `jsonargparse.ArgumentParser`.
+
+    Example::
+
+        parser = LightningArgumentParser()
+        parser.add_lightning_class_args(Net, "model")
+        config = parser.parse_args(["--model.lr", "0.1"])
     """
 
     def __init__(

@@ -138,7 +138,11 @@ class ParameterAverager:
         return {"steps": self.steps, "agreed": self.agreed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the result of :meth:`state_dict`."""
+        """Continue from the result of :meth:`state_dict`.
+
+        Args:
+            state: a saved state, from any rank.
+        """
         self.steps = state["steps"]
         self.agreed = state["agreed"]
         if self._torchs is not None:

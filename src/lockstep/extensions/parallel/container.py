@@ -610,6 +610,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
         Returns:
             two lists, with a tuple of inputs and a dict of keyword arguments for each part.
+
+        Raises:
+            ValueError: tensors have different numbers of rows, or one lacks the dimension `dim`.
         """
         parts = copies.scatter((inputs, kwargs), [as_device(device) for device in device_ids], self.dim)
         return [part for part, _ in parts], [part for _, part in parts]
@@ -634,6 +637,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
         Returns:
             an output of the same structure.
+
+        Raises:
+            ValueError: the outputs cannot be joined.
         """
         return copies.gather(outputs, as_device(output_device), self.dim)
 

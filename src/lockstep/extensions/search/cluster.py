@@ -119,6 +119,13 @@ class SlurmCluster:
             cmd: name of the option, with or without dashes.
             value: value of the option; None for an option without a value.
             comment: a comment that is written above the option in the script.
+
+        Raises:
+            MisconfigurationException: ``value`` is False.
+
+        Example::
+
+            cluster.add_slurm_cmd("partition", "long", comment="jobs of up to a week")
         """
         self._options.append(sbatch.option(cmd, value, comment))
 

@@ -148,6 +148,9 @@ class Hyperparameters(argparse.Namespace):
         Args:
             values: values of the trial.
             number: number of the trial.
+
+        Raises:
+            MisconfigurationException: an option's type rejects a value.
         """
         return self._with({name: self._restored(name, value) for name, value in values.items()}, number)
 

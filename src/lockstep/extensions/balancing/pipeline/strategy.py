@@ -535,7 +535,11 @@ class BalancedStrategy(RankedStrategy):
         return self._parts.whole_parameters()
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
-        """Return the full state of module and optimizers on rank 0, as one process would save it. Collective."""
+        """Return the full state of module and optimizers on rank 0, as one process would save it. Collective.
+
+        Raises:
+            MisconfigurationException: ``alone`` is True on several ranks, each with a part of the states only.
+        """
         if alone and self.world.size > 1:
             raise MisconfigurationException(ALONE.format(rank=self.world.rank))
         sends = self.replicas.index == 0

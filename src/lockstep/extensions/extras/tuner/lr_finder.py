@@ -347,6 +347,7 @@ class LearningRateFinder(Callback):
 
     Raises:
         ValueError: a setting is invalid.
+        AttributeError: when the test starts, ``update_attr`` is True and the attribute does not exist.
 
     Example::
 

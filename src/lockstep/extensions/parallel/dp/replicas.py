@@ -74,13 +74,26 @@ class DataParallel(nn.Module):
                 )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the module's output for the whole batch."""
+        """Return the module's output for the whole batch.
+
+        Args:
+            inputs, kwargs: arguments of the module's forward; tensors are split along ``dim``, other objects go to all
+                parts.
+
+        Raises:
+            ValueError: tensors have different numbers of rows, or the outputs cannot be joined.
+        """
         parts = self.scatter((inputs, kwargs), self.devices)
         replicas = self.replicate(self.module, self.devices[: len(parts)])
         return self.gather(self.parallel_apply(replicas, parts), self.output_device)
 
     def replicate(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-        """Return a replica of the module for each device; the first one is the module itself. It may be overridden."""
+        """Return a replica of the module for each device; the first one is the module itself. It may be overridden.
+
+        Args:
+            module: the module, on the first device.
+            devices: devices of the replicas, at most one per part of the batch.
+        """
         return replicate(module, devices)
 
     def scatter(self, inputs: object, devices: Sequence[torch.device]) -> list[Any]:
@@ -92,6 +105,9 @@ class DataParallel(nn.Module):
 
         Returns:
             a list of parts of the same structure, one per device that has rows.
+
+        Raises:
+            ValueError: tensors have different numbers of rows, or one lacks the dimension ``dim``.
         """
         return scatter(inputs, devices, self.dim)
 
@@ -114,6 +130,9 @@ class DataParallel(nn.Module):
 
         Returns:
             an output of the same structure.
+
+        Raises:
+            ValueError: the outputs cannot be joined.
         """
         return gather(outputs, device, self.dim)
 

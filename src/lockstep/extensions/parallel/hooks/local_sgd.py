@@ -140,7 +140,11 @@ class PostLocalSGDState:
         return {"iteration": self.iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the result of :meth:`state_dict`."""
+        """Continue from the result of :meth:`state_dict`.
+
+        Args:
+            state: a saved state, from any rank.
+        """
         self.iteration = state["iteration"]
 
 
