@@ -439,7 +439,8 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         """Compute the gradients of ``loss``. Override it to replace ``loss.backward()``.
 
         Args:
-            loss: scalar tensor, already multiplied by the micro-batch's share of the window.
+            loss: scalar tensor, already multiplied by the micro-batch's share of the window and, under "16-mixed", by
+                the loss scale.
             args, kwargs: further arguments of ``torch.Tensor.backward``.
         """
         loss.backward(*args, **kwargs)

@@ -123,7 +123,8 @@ class Callback:
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Run before ``loss.backward()``.
 
-        ``loss`` is a scalar tensor, already multiplied by the micro-batch's share of the window.
+        ``loss`` is a scalar tensor, already multiplied by the micro-batch's share of the window and, under
+        "16-mixed", by the loss scale.
         """
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -312,7 +312,12 @@ class Feed:
         return self._source.samples_of(number)
 
     def batches_done(self, number: int, accumulate: int) -> int:
-        """Return how many micro-batches of the current window precede micro-batch ``number`` of the epoch."""
+        """Return how many micro-batches of the current window precede micro-batch ``number`` of the epoch.
+
+        Args:
+            number: number of the micro-batch in the epoch, from 0.
+            accumulate: the plan's batches per window, as for :meth:`windows`.
+        """
         return (number - self._first) % self.counting.micro(accumulate)
 
     def reached(self, number: int) -> ResumePoint:

@@ -331,7 +331,8 @@ class Engine:
         """Run the backward of one micro-batch, and reduce the gradients if ``sync_gradients`` is True.
 
         Args:
-            loss: scalar tensor, already multiplied by the micro-batch's share of the window.
+            loss: scalar tensor, already multiplied by the micro-batch's share of the window and, under "16-mixed", by
+                the loss scale.
             args, kwargs: further arguments of ``torch.Tensor.backward``.
         """
         if self._own_backward is not None:

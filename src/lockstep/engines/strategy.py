@@ -169,7 +169,8 @@ class Strategy(Engine):
             loader: number of the loader, from 0.
 
         Raises:
-            MisconfigurationException: layers communicate in their forward.
+            MisconfigurationException: all ranks must run the layers together, as under FSDP or with synchronized
+                BatchNorm.
         """
         if self._together():
             raise MisconfigurationException(GAP.format(together=self._together(), rank=rank, loader=loader))
@@ -178,7 +179,8 @@ class Strategy(Engine):
         """Skip a ``training_step`` that returned no loss. Raise if other ranks would wait for this rank's backward.
 
         Raises:
-            MisconfigurationException: layers communicate in their backward.
+            MisconfigurationException: all ranks must run the layers together, as under FSDP or with synchronized
+                BatchNorm.
         """
         if self._together():
             raise MisconfigurationException(NO_LOSS.format(together=self._together(), rank=self.world.rank))

@@ -92,21 +92,13 @@ Example::
 
 @rank_zero_only
 def rank_zero_debug(message: object, *args: object, **kwargs: Any) -> None:
-    """Log at debug level on rank 0 only. The arguments are those of `logging.Logger.debug`.
-
-    Args:
-        message, args, kwargs: as for `rank_zero_info`.
-    """
+    """Log at debug level on rank 0 only. The arguments are those of `logging.Logger.debug`."""
     log.debug(message, *args, **_at_caller(kwargs))
 
 
 @rank_zero_only
 def rank_zero_info(message: object, *args: object, **kwargs: Any) -> None:
     """Log at info level on rank 0 only. The arguments are those of `logging.Logger.info`.
-
-    Args:
-        message, args: text, and values for its ``%s``.
-        kwargs: further arguments of that method, such as ``stacklevel``.
 
     Example::
 
@@ -134,11 +126,7 @@ def rank_zero_warn(
 
 @rank_zero_only
 def rank_zero_deprecation(message: str | Warning, stacklevel: int = 1, **kwargs: Any) -> None:
-    """Issue a `DeprecationWarning` on rank 0 only. The arguments are those of `rank_zero_warn`.
-
-    Args:
-        message, stacklevel, kwargs: as for `rank_zero_warn`; ``category`` replaces the class of the warning.
-    """
+    """Issue a `DeprecationWarning` on rank 0 only. The arguments are those of `rank_zero_warn`."""
     warnings.warn(message, kwargs.pop("category", DeprecationWarning), stacklevel=stacklevel + 2, **kwargs)
 
 

@@ -169,8 +169,8 @@ class TrainerState:
 
     Attributes:
         status: state of the call: it is initializing, running, finished or interrupted.
-        fn: method of the Trainer that runs, such as "fit"; None before the first call.
-        stage: current stage, such as "train" or "validate" within a fit; None between stages.
+        fn: method of the last call, such as "fit"; None before the first call.
+        stage: current stage, such as "train" or "validate" within a fit; None outside of calls.
     """
 
     status: TrainerStatus = TrainerStatus.INITIALIZING

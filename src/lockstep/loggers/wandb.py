@@ -246,8 +246,7 @@ class WandbLogger(Logger):
     ) -> None:
         """Record a table of texts; arguments are those of :meth:`log_table`.
 
-        Args:
-            key, columns, data, dataframe, step: as in :meth:`log_table`; cells are strings.
+        Cells are strings.
         """
         self.log_table(key, columns, data, dataframe, step)
 

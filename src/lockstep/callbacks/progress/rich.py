@@ -21,19 +21,6 @@ if TYPE_CHECKING:
 class RichProgressBarTheme:
     """Styles of the parts of the bar; see https://rich.readthedocs.io/en/stable/style.html for the syntax.
 
-    The default of each field is in the class. ``metrics_text_delimiter`` is the text between two metrics, and
-    ``metrics_format`` the format specification of numbers (``"#.4g"``); all other fields are styles.
-
-    Attributes:
-        description: text such as "Epoch 3/9" or "Testing".
-        progress_bar: the completed part.
-        progress_bar_finished: the bar when it is complete.
-        progress_bar_pulse: the bar if the total is unknown.
-        batch_progress: completed and total batches, "40/100".
-        time: time spent and time left.
-        processing_speed: batches per second, "81.3it/s".
-        metrics: the line of metrics.
-
     Example::
 
         theme = RichProgressBarTheme(progress_bar="magenta", metrics_format=".3f")

@@ -99,18 +99,37 @@ class AttachableHook(Protocol):
     def attach(
         self, reducer: Reducer, module: nn.Module, optimizers: list[Optimizer], node_rank: int, **of_steps: Any
     ) -> CountedLocalSteps | None:
-        """Make ``reducer`` reduce its buckets with this hook. Return the fit's local steps, or None. Collective."""
+        """Make ``reducer`` reduce its buckets with this hook. Return the fit's local steps, or None. Collective.
+
+        Args:
+            reducer: reducer of the gradients.
+            module: module of the fit.
+            optimizers: optimizers of the fit.
+            node_rank: index of this process's node, from 0.
+            of_steps: ``scaler``, the loss scaler or None, and ``take_buffers``, which synchronizes buffers, or None.
+        """
 
     def detach(self) -> None:
         """Detach the hook at the end of a fit."""
 
     def rank_states(self, local: CountedLocalSteps | None, alone: bool) -> list[dict[str, Any]]:
-        """Return a list with each rank's state on rank 0. Collective, unless ``alone``."""
+        """Return a list with each rank's state on rank 0. Collective, unless ``alone``.
+
+        Args:
+            local: local steps of the fit; None if there are none.
+            alone: True: return this rank's state without communication.
+        """
 
     def load_rank_states(
         self, local: CountedLocalSteps | None, states: Sequence[dict[str, Any]], device: torch.device
     ) -> None:
-        """Load this rank's entry of ``states``."""
+        """Load this rank's entry of ``states``.
+
+        Args:
+            local: local steps of the fit; None if there are none.
+            states: one state per rank, in the order of the ranks.
+            device: device of the gradients.
+        """
 
 
 class DDPStrategy(RankedStrategy):

@@ -202,8 +202,8 @@ class FSDPStrategy(ShardedStrategy):
         """Shard rank 0's weights over the ranks; a module that is already sharded does not change. Collective.
 
         Raises:
-            MisconfigurationException: the module cannot be sharded: it has lazy layers, or another engine has left it
-                partitioned.
+            MisconfigurationException: the module cannot be sharded: it has lazy layers, another engine has left it
+                partitioned, or ``auto_wrap_policy`` selects no layer.
         """
         from lockstep.engines.sharded.fully_shard import ShardedModule, is_sharded
 

@@ -205,14 +205,11 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
     ) -> None:
         """Add the arguments of a learning rate scheduler as a group.
 
-        Arguments as for :meth:`add_optimizer_args`.
-
-        Args:
-            lr_scheduler_class, nested_key, link_to: as for :meth:`add_optimizer_args`; classes are derived from
-                ``LRScheduler`` or ``ReduceLROnPlateau``.
+        Arguments as for :meth:`add_optimizer_args`. Classes must be derived from ``LRScheduler`` or
+        ``ReduceLROnPlateau``.
 
         Raises:
-            MisconfigurationException: a class is not derived from one of these.
+            MisconfigurationException: a class is not derived from either of these.
         """
         self._add(lr_scheduler_class, LRSchedulerTypeTuple, nested_key, {"optimizer"})
         self._lr_schedulers[nested_key] = (lr_scheduler_class, link_to)

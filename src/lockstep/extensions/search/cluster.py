@@ -164,7 +164,17 @@ class SlurmCluster:
     def set_checkpoint_save_function(
         self, fn: Callable[..., object], kwargs: Mapping[str, object] | None = None
     ) -> None:
-        """Register ``fn(**kwargs)``, which each rank calls to save a trial that is stopped outside a fit."""
+        """Register ``fn(**kwargs)``, which each rank calls to save a trial that is stopped outside a fit.
+
+        Args:
+            fn: function to call.
+            kwargs: keyword arguments of ``fn``; None: no arguments.
+
+        Example::
+
+            cluster.set_checkpoint_save_function(save, {"path": "state.pt"})
+            cluster.set_checkpoint_load_function(load, {"path": "state.pt"})
+        """
         self._saving.save = partial(fn, **(kwargs or {}))
 
     def set_checkpoint_load_function(
@@ -173,6 +183,10 @@ class SlurmCluster:
         """Register ``fn(**kwargs)``, which loads what the save function has saved in an earlier start of the trial.
 
         The function is called before ``main``, or at once if ``main`` itself registers it.
+
+        Args:
+            fn: function to call.
+            kwargs: keyword arguments of ``fn``; None: no arguments.
         """
         self._saving.load = partial(fn, **(kwargs or {}))
         here = trial_here()
@@ -220,9 +234,6 @@ class SlurmCluster:
         A node runs one task, or ``n`` tasks after ``add_slurm_cmd("ntasks-per-node", n)``.
 
         Arguments as for :meth:`optimize_parallel_cluster_gpu`.
-
-        Args:
-            train_function, nb_trials, job_name, job_display_name: as for :meth:`optimize_parallel_cluster_gpu`.
 
         Raises:
             MisconfigurationException: as for :meth:`optimize_parallel_cluster_gpu`.

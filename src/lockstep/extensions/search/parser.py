@@ -255,9 +255,6 @@ class Hyperparameters(argparse.Namespace):
 
         Arguments as for :meth:`optimize_parallel`.
 
-        Args:
-            train_function, nb_trials, nb_workers, log_path: as for :meth:`optimize_parallel`.
-
         Returns:
             The outcome of each trial, sorted by number.
 
