@@ -116,7 +116,7 @@ class LightningDataModule(HyperparametersMixin):
         """Change a batch before its transfer to the device, and return it. By default, the batch does not change.
 
         Args:
-            batch: what the loader yielded, on the CPU.
+            batch: batch that the loader yielded.
             dataloader_idx: number of its loader, from 0.
         """
         return batch

@@ -73,7 +73,7 @@ class Timer(Callback):
             stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
         Raises:
-            ValueError: there is no such stage.
+            ValueError: ``stage`` is not the name of a stage.
         """
         return self._start.get(RunningStage(stage))
 
@@ -84,7 +84,7 @@ class Timer(Callback):
             stage: as in :meth:`start_time`.
 
         Raises:
-            ValueError: there is no such stage.
+            ValueError: ``stage`` is not the name of a stage.
         """
         return self._end.get(RunningStage(stage))
 
@@ -97,7 +97,7 @@ class Timer(Callback):
             stage: as in :meth:`start_time`.
 
         Raises:
-            ValueError: there is no such stage.
+            ValueError: ``stage`` is not the name of a stage.
         """
         stage = RunningStage(stage)
         offset = self._offset if stage is RunningStage.TRAINING else 0.0
@@ -113,7 +113,7 @@ class Timer(Callback):
             stage: as in :meth:`start_time`.
 
         Raises:
-            ValueError: there is no such stage.
+            ValueError: ``stage`` is not the name of a stage.
         """
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 

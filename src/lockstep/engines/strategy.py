@@ -252,7 +252,7 @@ class Strategy(Engine):
             a context manager. Outside its block, ``.grad`` has this rank's shard again.
 
         Raises:
-            MisconfigurationException: some ranks have no samples for the current micro-batch, and would not join.
+            MisconfigurationException: ranks without samples for the current micro-batch would not join the collective.
 
         Example::
 
@@ -434,7 +434,7 @@ class Strategy(Engine):
             name: unused; for scripts written for Lightning.
 
         Raises:
-            MisconfigurationException: some ranks have no samples for the current micro-batch, and would not join.
+            MisconfigurationException: ranks without samples for the current micro-batch would not join the collective.
         """
         self.collectives.barrier()
 
@@ -446,7 +446,7 @@ class Strategy(Engine):
             src: rank that sends.
 
         Raises:
-            MisconfigurationException: some ranks have no samples for the current micro-batch, and would not join.
+            MisconfigurationException: ranks without samples for the current micro-batch would not join the collective.
         """
         return self.collectives.broadcast(obj, src)
 
@@ -459,7 +459,7 @@ class Strategy(Engine):
             sync_grads: let gradients flow back to the rank that a slice comes from.
 
         Raises:
-            MisconfigurationException: some ranks have no samples for the current micro-batch, and would not join.
+            MisconfigurationException: ranks without samples for the current micro-batch would not join the collective.
         """
         return self.collectives.all_gather(tensor, group, sync_grads)
 
@@ -472,7 +472,7 @@ class Strategy(Engine):
             reduce_op: one of these names, or the ``ReduceOp`` of that name.
 
         Raises:
-            MisconfigurationException: some ranks have no samples for the current micro-batch, and would not join.
+            MisconfigurationException: ranks without samples for the current micro-batch would not join the collective.
         """
         return self.collectives.reduce(tensor, group, reduce_op)
 
@@ -480,7 +480,7 @@ class Strategy(Engine):
         """Return True if ``decision`` is True on all ranks, or (``all=False``) on any of them.
 
         Raises:
-            MisconfigurationException: some ranks have no samples for the current micro-batch, and would not join.
+            MisconfigurationException: ranks without samples for the current micro-batch would not join the collective.
         """
         return self.collectives.decide(decision, all)
 

@@ -47,7 +47,7 @@ def move_data_to_device(batch: object, device: torch.device | str | int) -> Any:
         device: the target.
 
     Returns:
-        a batch of the same structure; objects that are there already are not copied.
+        a batch of the same structure; tensors that are already on the device are not copied.
 
     Example::
 

@@ -203,7 +203,7 @@ class ProgressBar(Callback):
 
         Args:
             trainer: the Trainer that runs.
-            pl_module: its module.
+            pl_module: module of the run.
         """
         metrics = trainer.progress_bar_metrics
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}

@@ -276,6 +276,7 @@ class DeepSpeedStrategy(ShardedStrategy):
 
         Raises:
             MisconfigurationException: the module has no parameters, or another engine has left it partitioned.
+            ValueError: on every rank, the ranks' modules differ.
         """
         self._refuse_parts(module, "deepspeed" if self._stage == 3 else "")
         if self._zero is not None and not self._is_over:
@@ -364,7 +365,8 @@ class DeepSpeedStrategy(ShardedStrategy):
             configs: schedulers of the fit, with the interval and frequency of their steps.
 
         Raises:
-            MisconfigurationException: the module, its optimizers or callbacks need what DeepSpeed does not support.
+            MisconfigurationException: the module, an optimizer or a callback requires a feature that DeepSpeed does not
+                support.
         """
         from lockstep.extensions.deepspeed.engine import ZeroEngine, ZeroGradients
 
@@ -465,7 +467,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         """Raise an error for a parameter that was unfrozen or added to the optimizer after the engine's creation.
 
         Raises:
-            MisconfigurationException: such a parameter was found, or optimizers were replaced.
+            MisconfigurationException: a parameter was unfrozen or added, or optimizers were replaced.
         """
         super().check_trained(replaced)
         name = None if self._zero is None else self._zero.find_untrained()

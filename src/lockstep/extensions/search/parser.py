@@ -337,6 +337,9 @@ class Hyperparameters(argparse.Namespace):
         Args:
             options: values of all options, by name.
             settings: settings of the search.
+
+        Returns:
+            the hyperparameters, which belong to no trial.
         """
         found = cls(**options)
         found._search = settings

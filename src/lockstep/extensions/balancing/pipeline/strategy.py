@@ -261,6 +261,10 @@ class BalancedStrategy(RankedStrategy):
         """Split the module into stages with rank 0's weights.
 
         Until a fit starts, each rank has all weights, those of other ranks on the CPU.
+
+        Raises:
+            MisconfigurationException: the module cannot be split, or overrides ``backward``.
+            ValueError: on every rank, the ranks' modules differ.
         """
         # planned weights are missing because they are still in their folder
         if not pretrained.is_planned(module):
@@ -437,7 +441,7 @@ class BalancedStrategy(RankedStrategy):
             the outputs of ``step``, one per micro-batch.
 
         Raises:
-            MisconfigurationException: a parameter of another rank's stage got a gradient here.
+            MisconfigurationException: a parameter of another rank's stage has a gradient on this rank.
         """
         count = self._micro_batches or 2 * self._size(self.world)
         turns = self._turns(step, micro_batches, count)

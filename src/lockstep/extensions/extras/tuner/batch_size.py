@@ -255,8 +255,8 @@ class BatchSizeFinder(Callback):
 
     Raises:
         ValueError: a setting is invalid.
-        MisconfigurationException: at the setup of a call, the attribute does not exist, the call got loaders,
-            or there are several processes.
+        MisconfigurationException: at the setup of a call, the attribute does not exist, loaders were passed as
+            arguments, or there are several processes.
 
     Example::
 
@@ -290,7 +290,7 @@ class BatchSizeFinder(Callback):
 
         Args:
             trainer: the Trainer that runs.
-            pl_module: its module.
+            pl_module: module of the run.
 
         Raises:
             RuntimeError: not even one sample fits into memory.

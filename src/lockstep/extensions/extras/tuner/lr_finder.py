@@ -70,7 +70,11 @@ class LRFinder:
         self._optimal_idx: int | None = None
 
     def rate(self, step: int) -> float:
-        """Return the learning rate for a step of the range test, counted from 0."""
+        """Return the learning rate for a step of the range test, counted from 0.
+
+        Args:
+            step: number of the step, from 0 to ``num_training`` - 1.
+        """
         if step == 0:
             return self.lr_min
         share = (step + 1) / self.num_training
@@ -385,7 +389,7 @@ class LearningRateFinder(Callback):
 
         Args:
             trainer: the Trainer that runs.
-            pl_module: its module.
+            pl_module: module of the run.
 
         Raises:
             AttributeError: ``update_attr`` is True, but the attribute does not exist.

@@ -77,8 +77,8 @@ class DataParallel(nn.Module):
         """Return the module's output for the whole batch.
 
         Args:
-            inputs, kwargs: arguments of the module's forward; tensors are split along ``dim``, other objects go to all
-                parts.
+            inputs, kwargs: arguments of the module's forward; tensors are split along ``dim``, other objects are
+                passed to all parts.
 
         Raises:
             ValueError: tensors have different numbers of rows, or the outputs cannot be joined.
