@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class SessionAttribute(Generic[T]):
-    """Descriptor for a Trainer attribute whose value is in the session, under the same name."""
+    """Descriptor for a Trainer attribute that is stored in ``trainer.session`` under the same name."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -75,12 +75,12 @@ class Removed:
 
 
 def _loaders(given: object) -> Any:
-    """Return ``given``, the user's loaders; if it is a CombinedLoader, the loaders inside it, as in Lightning."""
+    """Return the user's loaders unchanged, or the loaders inside a CombinedLoader, as in Lightning."""
     return given.iterables if isinstance(given, CombinedLoader) else given
 
 
 class Attributes:
-    """Readable attributes of :class:`lockstep.Trainer`. Their values are in the session and the loops."""
+    """Readable attributes of :class:`lockstep.Trainer`, whose values are stored in its session and its loops."""
 
     session: Session
     fit_loop: FitLoop
@@ -145,7 +145,7 @@ class Attributes:
 
     @property
     def lightning_module(self) -> LightningModule:
-        """Module of the last call; None before the first call."""
+        """Module of the last ``fit``, ``validate``, ``test`` or ``predict``; None before the first call."""
         return vars(self.session).get("module")  # type: ignore[return-value]
 
     @lightning_module.setter
@@ -248,7 +248,7 @@ class Attributes:
 
     @property
     def precision_plugin(self) -> Precision:
-        """Precision of the run, as an object."""
+        """Object that implements the run's precision."""
         return self.strategy.precision
 
     @property
@@ -258,7 +258,7 @@ class Attributes:
 
     @property
     def model(self) -> LightningModule:
-        """Module of the last call, the same object as ``lightning_module``: no strategy wraps it."""
+        """Same object as ``lightning_module``, because strategies do not wrap the module."""
         return self.lightning_module
 
     # -- how far -------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class Attributes:
 
     @property
     def is_padding_batch(self) -> bool:
-        """True during a padding batch, which repeats samples on a rank that has none left. Exclude it from counts.
+        """True during a padding batch, which repeats samples on a rank without any. Exclude such batches from counts.
 
         Padding batches occur on several ranks if the last samples of an epoch do not suffice for all: under manual
         optimization, and under FSDP, also in evaluations, because all ranks must run each forward together.
@@ -348,7 +348,7 @@ class Attributes:
 
     @property
     def interrupted(self) -> bool:
-        """True if Ctrl-C, SIGTERM or an error ended the last call."""
+        """True if Ctrl-C, SIGTERM or an error ended the last ``fit``, ``validate``, ``test`` or ``predict``."""
         return self.state.stopped and not self.state.finished
 
     # -- data ----------------------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ class Attributes:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Number of optimizer steps in the whole fit; infinite if unknown. May request the training loader.
+        """Number of optimizer steps in the whole fit; infinite if unknown. May call the hook ``train_dataloader``.
 
         Example::
 
@@ -462,7 +462,7 @@ class Attributes:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Newest value of each logged name: this rank's value until it is reduced over the ranks."""
+        """Newest value of each logged name. A value is this rank's own until it is reduced over the ranks."""
         return self.session.callback_metrics()
 
     def memory(self) -> MemoryUse:
@@ -542,7 +542,7 @@ class Attributes:
 
     @property
     def ckpt_path(self) -> str | None:
-        """Checkpoint that the call loaded. If users assign a path, later calls without a ``ckpt_path`` use it."""
+        """Path of the checkpoint that the last call loaded. Users may assign a path for calls without ``ckpt_path``."""
         return self.session.ckpt_path
 
     @ckpt_path.setter

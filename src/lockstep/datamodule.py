@@ -159,7 +159,7 @@ class LightningDataModule(HyperparametersMixin):
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to keep in a checkpoint."""
+        """Return the state to save in a checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

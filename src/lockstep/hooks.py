@@ -36,7 +36,7 @@ class ModuleHooks:
         """Build what depends on the data, in every process. ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """Clean up. Runs as the last hook of a call, with the ``stage`` that :meth:`setup` got."""
+        """Clean up. Runs as the last hook of a call, with the same ``stage`` as :meth:`setup`."""
 
     def configure_model(self) -> None:
         """Create layers in every process, before weights are loaded and the strategy shards them.
@@ -74,7 +74,7 @@ class ModuleHooks:
         """Run at the end of an epoch, after its validation. Log values of the whole epoch here."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Run before a training batch, which is on its device. Return -1 to skip the rest of the epoch."""
+        """Run before each training batch, which is already on the device. Return -1 to skip the rest of the epoch."""
         return None
 
     def on_train_batch_end(self, outputs: STEP_OUTPUT, batch: Any, batch_idx: int) -> None:
@@ -93,10 +93,10 @@ class ModuleHooks:
         """
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Run before the backward of ``loss``, already multiplied by the micro-batch's share of the window."""
+        """Run before the backward of ``loss``, which is already multiplied by the micro-batch's share of the window."""
 
     def on_after_backward(self) -> None:
-        """Run after each backward; after an accumulation window's last one, gradients are reduced over the ranks."""
+        """Run after each backward. After a window's last backward, gradients are already reduced over the ranks."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Run once per accumulation window, before clipping; ``.grad`` has the gradient of the whole window.
@@ -123,7 +123,7 @@ class ModuleHooks:
         """Run after the last batch of a validation. Log values of the whole epoch here."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run before a validation batch, which is on its device; ``dataloader_idx`` is the number of its loader."""
+        """Run before each validation batch, which is already on the device. ``dataloader_idx`` numbers the loaders."""
 
     def on_validation_batch_end(
         self, outputs: STEP_OUTPUT, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -131,7 +131,7 @@ class ModuleHooks:
         """Run after a validation batch; ``outputs`` is what ``validation_step`` returned."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Set the gradients to None before a validation after an optimizer step, to free their memory."""
+        """Set gradients to None to free their memory, before a validation that follows an optimizer step."""
         self.zero_grad()  # type: ignore[attr-defined]
 
     def on_validation_model_eval(self) -> None:
@@ -155,7 +155,7 @@ class ModuleHooks:
         """Run after the last batch of a test. Log values of the whole epoch here."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run before a test batch, which is on its device."""
+        """Run before each test batch, which is already on the device."""
 
     def on_test_batch_end(self, outputs: STEP_OUTPUT, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Run after a test batch; ``outputs`` is what ``test_step`` returned."""
@@ -181,7 +181,7 @@ class ModuleHooks:
         """Run after the last batch of a prediction."""
 
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run before a prediction batch, which is on its device."""
+        """Run before each prediction batch, which is already on the device."""
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Run after a prediction batch; ``outputs`` is what ``predict_step`` returned."""

@@ -636,7 +636,7 @@ class Trainer(Attributes):
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create modules on this rank's device and in the run's precision, without a copy on the CPU first.
+        """Create modules in the ``with`` block directly on this rank's device, and in the run's precision.
 
         Args:
             empty_init: leave parameters uninitialized, because a checkpoint is loaded afterwards. Under FSDP and

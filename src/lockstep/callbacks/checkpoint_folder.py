@@ -17,7 +17,7 @@ _FIELD = re.compile(r"\{([^{}:]*)(?::([^{}]*))?\}")
 
 
 def fill(template: str, metrics: Mapping[str, Any], equals: str | None = "=") -> str:
-    """Replace each ``{name}`` or ``{name:format}`` in `template` by the metric of that name, or 0 without it.
+    """Replace each ``{name}`` or ``{name:format}`` in `template` by the metric of that name, or by 0 if it is missing.
 
     Args:
         template: such as ``"{epoch:02d}-{val/loss:.2f}"``.
@@ -39,7 +39,7 @@ def fill(template: str, metrics: Mapping[str, Any], equals: str | None = "=") ->
 
 
 def name_pattern(template: str, extension: str) -> re.Pattern[str]:
-    """Return a regular expression for all file names that `template` can produce, also with a version like ``-v1``."""
+    """Return a regular expression for all file names from `template`, including names with a version like ``-v1``."""
     literal = re.split(r"\{[^{}]*\}", template)
     return re.compile(".*".join(map(re.escape, literal)) + r"(-v\d+)?" + re.escape(extension))
 
@@ -60,7 +60,7 @@ OTHERS = (
 
 
 class FolderClaim:
-    """A lock by which other processes detect that a fit saves in a folder."""
+    """Lock on a folder that shows other processes that a fit saves checkpoints there."""
 
     def __init__(self) -> None:
         self._claimed: str | None = None

@@ -155,7 +155,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a saved state; states without a reason, from Lightning before 2.6, are accepted.
+        """Load a saved state; a state without a reason to stop, from Lightning before 2.6, is accepted.
 
         Raises:
             ValueError: the best score is not a single number.

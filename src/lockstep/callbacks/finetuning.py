@@ -94,7 +94,7 @@ class BaseFinetuning(Callback):
         self.freeze_before_training(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore in a resumed fit which parameters each optimizer group has, and which are frozen."""
+        """In a resumed fit, restore which parameters each optimizer group contains, and which are frozen."""
         if not self._restarting:
             return
         self._restarting = False

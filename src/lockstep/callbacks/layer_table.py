@@ -143,7 +143,7 @@ class ModelSummary:
 
     @property
     def has_sizes(self) -> bool:
-        """True if the model has an ``example_input_array``, with which sizes are recorded."""
+        """True if the model has an ``example_input_array``, which is run through the model to record sizes."""
         return getattr(self._model, "example_input_array", None) is not None
 
     @property

@@ -427,7 +427,7 @@ class ModelCheckpoint(Checkpoint):
     # -- what is saved -------------------------------------------------------------------------------------
 
     def _save(self, trainer: Trainer, metrics: dict[str, Tensor], ranked: bool = True) -> None:
-        """Save the ranked checkpoint, then ``last.ckpt``; then delete the checkpoints that the two replace."""
+        """Save the ranked checkpoint and ``last.ckpt``, then delete the checkpoints that these two replace."""
         self._is_waiting_for_metric = False
         ranking = {name: copy(getattr(self, name)) for name in RANKING}
         self._saves, self._displaced = (self._newest_save, secrets.token_hex(8)), {}
@@ -595,7 +595,7 @@ class ModelCheckpoint(Checkpoint):
         return "", {}
 
     def _saves_in(self, path: str) -> Sequence[str]:
-        """Return two ids from the checkpoint `path`: of the save before it, and of the save that wrote it."""
+        """Return two ids stored in the checkpoint `path`: of the previous save, and of the save that wrote the file."""
         found: Sequence[str] = self._glance(path).get("saves", ("", ""))
         return found
 

@@ -107,7 +107,7 @@ class Timer(Callback):
         return self._end.get(stage, time.monotonic()) - start + offset
 
     def time_remaining(self, stage: str = RunningStage.TRAINING) -> float | None:
-        """Return the seconds left of ``duration``, negative if it is exceeded; None without a ``duration``.
+        """Return the remaining seconds of ``duration``, negative if it is exceeded; None if no ``duration`` is set.
 
         Args:
             stage: as in :meth:`start_time`.
@@ -120,7 +120,7 @@ class Timer(Callback):
     # -- the stages ----------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the limit, because a resumed run may have used up its time before the checkpoint."""
+        """Check the time limit, which a resumed run may have exceeded before its checkpoint was written."""
         self.stopping_reason_message = None
         if RunningStage.TRAINING in self._start:  # from an earlier fit, which this one does not continue
             self._reset_training()

@@ -34,7 +34,7 @@ def annotations_of(cls: type) -> dict[str, Any]:
 def rebuild(
     value: Any, at: tuple[Any, ...], recorded: Mapping[Any, Any], allowed: list[type], refused: set[str]
 ) -> Any:
-    """Rebuild an object, and first the objects inside it, from the plain form that a checkpoint contains.
+    """Rebuild an object and the objects nested in it, innermost first, from their plain form in a checkpoint.
 
     Args:
         value: the plain form, as `lockstep.ground.tree.plain` returns it.

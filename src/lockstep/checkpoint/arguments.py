@@ -1,4 +1,4 @@
-"""Arguments for ``__init__`` that `load_from_checkpoint` takes from the hyperparameters in a checkpoint."""
+"""Arguments for ``__init__`` that `load_from_checkpoint` reads from the hyperparameters in a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.ground.tree import is_rebuildable
 
 
 class HasHyperparameters(Protocol):
-    """A class that names the keys under which a checkpoint contains its hyperparameters."""
+    """Protocol of classes that name the keys of the hyperparameters in a checkpoint."""
 
     CHECKPOINT_HYPER_PARAMS_KEY: str
     CHECKPOINT_HYPER_PARAMS_NAME: str

@@ -1,4 +1,4 @@
-"""Locks on checkpoint folders, by which other processes detect that a running fit saves there."""
+"""Locks on checkpoint folders, which show other processes that a running fit saves there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detection of damaged checkpoints; every kind of damage is reported as one class of error."""
+"""Detection of damaged checkpoints, which reports every kind of damage by the same exception class."""
 
 from __future__ import annotations
 

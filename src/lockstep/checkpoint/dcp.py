@@ -345,7 +345,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _enum_member(kind: object, name: str) -> Enum:
-    """Return a member of an enum; takes the place of ``getattr`` when a pickle is read.
+    """Return a member of an enum; replaces ``getattr`` when a pickle is read.
 
     Python 3.11.0 to 3.11.3 pickle a member as a call of ``getattr``, which would give access to anything.
 
@@ -381,7 +381,7 @@ def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def files_of(metadata: Metadata) -> dict[str, list[str]]:
-    """Return, for each tensor name, the files that contain its parts."""
+    """Map each tensor's name to the files that contain its parts."""
     found: dict[str, set[str]] = {}
     for index, place in metadata.storage_data.items():
         found.setdefault(index.fqn, set()).add(place.relative_path)

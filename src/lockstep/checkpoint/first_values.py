@@ -362,7 +362,7 @@ def _copy_part(layer: nn.Module, name: str, own: Tensor, waiting: _Waiting) -> N
 
 @contextmanager
 def _unsharded(layer: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
-    """Within a context, replace a layer's tensors, so that one call of an initialization method can fill them.
+    """Replace a layer's tensors inside the block, so that one call of an initialization method can fill them.
 
     The named tensors are replaced with full ones on the CPU, and all others with copies.
     """

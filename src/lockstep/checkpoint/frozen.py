@@ -106,7 +106,7 @@ class FrozenBase:
         self._at_start = self._hashes(self._own(parameters))
 
     def left_out(self) -> AbstractContextManager[None]:
-        """Return a context in which state dicts omit the frozen parameters that no `record` has found changed."""
+        """Return a context in which state dicts omit frozen parameters, except those that `record` found changed."""
         names = self._names.intersection(_frozen(self._module))
         return state_dicts_without(self._module, lambda name: plain(name) in names)
 

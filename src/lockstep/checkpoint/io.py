@@ -329,7 +329,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._raise_error()
 
     def teardown(self) -> None:
-        """Wait until all scheduled writes are complete, and release the memory that held the copies.
+        """Wait until all scheduled writes are complete, and release the memory of the copies.
 
         Raises:
             Exception: a write failed.
@@ -479,7 +479,7 @@ class CheckpointWriter:
         self.io.remove_checkpoint(path)
 
     def has(self, path: Path) -> bool:
-        """Return True if `path` exists, or this run has saved a checkpoint there that may still be being written."""
+        """Return True if `path` exists, or if this run has saved a checkpoint there, possibly still incomplete."""
         return str(path) in self._saved or storage.exists(path)
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ LATEST = "latest"
 
 
 class EngineFolders(Protocol):
-    """Interface of the reader and writer of DeepSpeed's own checkpoint folders, which its extension implements."""
+    """Interface for reading and writing DeepSpeed's own checkpoint folders, implemented by the DeepSpeed extension."""
 
     def read(self, path: PathLike, place: Place | None, weights_only: bool | None) -> dict[str, Any]:
         """Return the checkpoint in the form in which a single process would have written it."""
@@ -140,7 +140,7 @@ def split(checkpoint: Mapping[str, Any], rank: int | None = None) -> FolderParts
 
 
 def _optimizer(state: Any, number: int, tensors: dict[str, Any]) -> Any:
-    """Move the tensors of an optimizer's state dict to `tensors`; leave a mark with the name of each in its place."""
+    """Move the tensors of an optimizer's state dict to `tensors`; replace each by a placeholder with its name."""
     if not isinstance(state, dict):
         return state
     each = _move_tensors(state.get("state", {}), (f"optimizer_{number}", "state"), tensors, whole=True)
@@ -152,7 +152,7 @@ def _move_tensors(
 ) -> Any:
     """Move the tensors of a nested value to `tensors`.
 
-    The returned value contains a mark, with the tensor's name, in the place of each.
+    In the returned value, each moved tensor is replaced by a placeholder with the tensor's name.
 
     Args:
         value: a tree of dicts, lists and tuples; derived classes are left unchanged.

@@ -77,7 +77,7 @@ def cluster_named(name: str) -> str:
 
 
 def find(environ: Mapping[str, str], named: str | None = None) -> tuple[Cluster, World] | None:
-    """Return the cluster that started this process, and the World in its variables. Return None without a cluster.
+    """Return the cluster that started this process, and the World that its variables describe; None without a cluster.
 
     Args:
         environ: the environment.
@@ -105,7 +105,7 @@ def find(environ: Mapping[str, str], named: str | None = None) -> tuple[Cluster,
 
 
 def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int, environ: Mapping[str, str]) -> None:
-    """Raise an error if the Trainer's flags ask for other numbers of ranks or nodes than a launcher has started.
+    """Raise an error if the Trainer's flags do not match the numbers of ranks and nodes that a launcher started.
 
     Args:
         cluster: the cluster that started the ranks.
@@ -115,7 +115,7 @@ def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int,
         environ: the environment.
 
     Raises:
-        MisconfigurationException: the flags do not match. The message names matching ones.
+        MisconfigurationException: the flags do not match. The message names matching flags.
     """
     launcher = _launcher_name(cluster, environ)
     fits = f"devices={given.local_size}, num_nodes={given.num_nodes}, or devices='auto'"
@@ -140,12 +140,12 @@ def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int,
 
 
 def compare_allocation(job: Allocation, devices: int | None, num_nodes: int) -> None:
-    """Raise an error if the Trainer's flags ask for other numbers of ranks or nodes than a SLURM job has.
+    """Raise an error if the Trainer's flags do not match the numbers of ranks and nodes of a SLURM job.
 
     The calling process is the job's batch script.
 
     Raises:
-        MisconfigurationException: the flags do not match. The message names matching ones.
+        MisconfigurationException: the flags do not match. The message names matching flags.
     """
     even = len(set(job.counts)) == 1
     if devices is None and num_nodes in (1, job.nodes):

@@ -54,7 +54,7 @@ class ClusterEnvironment(ABC):
 
     @staticmethod
     def detect() -> bool:
-        """Return True if this process runs on the cluster of this class. lockstep does not call it."""
+        """Return True if this process runs on the cluster of this class. lockstep does not call this method."""
         return False
 
     @abstractmethod
@@ -104,7 +104,7 @@ class ClusterEnvironment(ABC):
             )
 
     def teardown(self) -> None:  # noqa: B027, may be left as it is
-        """Release resources. lockstep does not call it."""
+        """Release resources. lockstep does not call this method."""
 
 
 class LightningEnvironment(ClusterEnvironment):
@@ -128,7 +128,7 @@ class LightningEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True in a process that was started as a rank, for derived classes only."""
+        """True for a derived class in a process that was started as a rank; False in all other cases."""
         return type(self) is not LightningEnvironment and "LOCAL_RANK" in os.environ
 
     @property

@@ -11,9 +11,9 @@ _WAY_OUT = "Run one process in each pod and set RANK from 0 to WORLD_SIZE - 1, o
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
-    """Return the World of a rank that has a pod of its own. Return None if the variables do not indicate one.
+    """Return the World of a rank in a pod of its own; None if the environment variables do not describe such a rank.
 
-    They do if ``RANK`` and ``WORLD_SIZE`` are set, but not ``LOCAL_RANK``.
+    For such a rank ``RANK`` and ``WORLD_SIZE`` are set, but ``LOCAL_RANK`` is not.
 
     Raises:
         MisconfigurationException: a variable is missing, is not a number, or contradicts another.

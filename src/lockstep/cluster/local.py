@@ -109,7 +109,7 @@ def loopback_of(address: str) -> str:
 
 
 def is_own(address: str) -> bool:
-    """Return True if an address always means the machine that uses it, as 127.0.0.1 and localhost do.
+    """Return True if an address is a loopback address on every machine, such as 127.0.0.1 or localhost.
 
     A name that only this host resolves to 127.0.1.1 does not count: it may be another address elsewhere.
     """
@@ -167,13 +167,13 @@ SIOCGIFADDR = 0x8915
 
 
 def on_one_host(address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables with which ranks that are all on one host listen on the loopback interface only."""
+    """Return environment variables that make ranks on one host listen on the loopback interface only."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")] if loopback_of(address) else []
     return {INTERFACE: names[0]} if names and INTERFACE not in environ else {}
 
 
 def rank_variables(world: World) -> dict[str, str]:
-    """Return the environment variables for a rank, from which `local_world` returns this World."""
+    """Return a rank's environment variables, from which `local_world` recreates ``world``."""
     return {
         "LOCAL_RANK": str(world.local_rank),
         "NODE_RANK": str(world.node_rank),

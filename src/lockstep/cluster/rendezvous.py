@@ -162,9 +162,9 @@ LOOK = 1.0
 
 
 def _send_number(store: dist.Store, size: int, number: int, until: float) -> bool:
-    """On rank 0, send the attempt's number to all ranks. When all have confirmed the number, confirm its use to them.
+    """On rank 0, send the attempt's number to all ranks; once all have confirmed it, signal that it is final.
 
-    Return False if time is up before.
+    Return False if the ranks have not confirmed it in time.
     """
     places = [f"lockstep/here/{rank}" for rank in range(1, size)]
     called: set[str] = set()
@@ -187,7 +187,7 @@ def _send_number(store: dist.Store, size: int, number: int, until: float) -> boo
 
 
 def _await(store: dist.Store, keys: list[str], until: float, seconds: float) -> bool:
-    """Wait at most ``seconds`` until the store has all of the keys. Return True if it has."""
+    """Wait at most ``seconds`` until the store has all of the keys. Return True if all keys appeared in time."""
     try:
         store.wait(keys, timedelta(seconds=max(0.001, min(seconds, until - time.monotonic()))))
     except dist.DistStoreError:
@@ -204,7 +204,7 @@ def _message(name: str, turn: int) -> str:
 
 
 def _explain(world: World, error: Exception, limit: timedelta, listens: bool) -> Exception:
-    """Return an error that explains, with a remedy, the error with which torch's rendezvous failed."""
+    """Return an error that explains why torch's rendezvous failed, and suggests a remedy."""
     place, seconds = f"MASTER_ADDR={world.address}, MASTER_PORT={world.port}", limit.total_seconds()
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text:

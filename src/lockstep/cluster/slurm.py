@@ -36,7 +36,7 @@ def is_interactive(environ: Mapping[str, str]) -> bool:
 
 
 def is_batch(environ: Mapping[str, str]) -> bool:
-    """Return True if this process is a SLURM batch script, whose tasks srun has still to start."""
+    """Return True if this process is a SLURM batch script, which still has to start its tasks with srun."""
     if "SLURM_JOB_ID" not in environ or is_interactive(environ):
         return False
     return "SLURM_STEP_ID" not in environ and "SLURM_STEPID" not in environ

@@ -33,7 +33,7 @@ class CompileOptions:
 
 
 def compile_options(flag: str, value: object) -> CompileOptions | None:
-    """Validate the value of ``Trainer(compile=...)`` and return its options. Return None if it compiles nothing.
+    """Validate ``Trainer(compile=...)`` and return the options; None if the value turns compilation off.
 
     Raises:
         MisconfigurationException: the value is not a bool or dict, or "blocks" does not name layers.

@@ -1,4 +1,4 @@
-"""Checks of the Trainer's flags for nodes, devices and folders, and the setting of switches in torch."""
+"""Checks of the Trainer's flags for nodes, devices and folders, and setting of torch's global switches."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def node_devices(
 
 
 def device_of(devices: list[torch.device], local_rank: int, local_size: int) -> torch.device:
-    """Return the device of a rank: the only one that it sees, or the one whose index is its local rank.
+    """Return the device of a rank: the only visible device, or else the device whose index is the local rank.
 
     Raises:
         MisconfigurationException: the node has more ranks than devices.
@@ -147,7 +147,7 @@ def apply_to_process(config: RunConfig, device_type: str) -> None:
 
 @cache
 def announce_device(device_type: str, several: bool = False) -> None:
-    """Log on rank 0 if this release has not been tested on such a device, or on several of them."""
+    """Log on rank 0 if this release was not tested on this type of device, or on several devices of the type."""
     message = untested_device_warning(device_type, several)
     if message is not None:
         rank_zero_info(message)

@@ -32,7 +32,7 @@ from lockstep.profilers.base import Profiler
 
 
 def several(given: object) -> list[Any]:
-    """Return a list of objects from one object, several objects, or None, which means no object."""
+    """Convert None, one object, or several objects to a list of objects."""
     if given is None:
         return []
     return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
@@ -203,7 +203,7 @@ def check_callbacks(where: str, callbacks: Sequence[object]) -> None:
 
 
 def refuse_one_key(callbacks: Sequence[Callback], where: str) -> None:
-    """Raise an error if two callbacks have states but the same ``state_key``, since a checkpoint stores one.
+    """Raise an error if two callbacks that have states share a ``state_key``; a checkpoint stores one state per key.
 
     Args:
         callbacks: callbacks of a run.

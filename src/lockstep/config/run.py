@@ -1,4 +1,4 @@
-"""`RunConfig`, the Trainer's flags after validation. No model, data or device is needed for it."""
+"""`RunConfig`, the Trainer's flags after validation, which needs no model, data or device."""
 
 # ruff: noqa: RUF009 - dataclass fields are made by a function that calls `field`
 
@@ -29,7 +29,7 @@ def defaults_of(init: Callable[..., None]) -> dict[str, Any]:
 
 
 def refuse_unknown_flags(given: dict[str, Any], flags: Collection[str]) -> None:
-    """Raise an error if the Trainer got an argument that is none of its flags.
+    """Raise an error if the Trainer received an argument that is not one of its flags.
 
     Args:
         given: the unknown arguments.
@@ -186,7 +186,7 @@ def clip_algorithm(flag: str, value: object) -> object:
 
 
 def duration(flag: str, value: str | timedelta | dict[str, int]) -> timedelta:
-    """Convert a duration to a timedelta. It may be "DD:HH:MM:SS", a dict or a timedelta."""
+    """Convert a duration ("DD:HH:MM:SS", a dict or a timedelta) to a timedelta."""
     try:
         if isinstance(value, timedelta):
             length = value
@@ -398,7 +398,7 @@ def config_of(given: dict[str, Any]) -> RunConfig:
 
 
 def set_flag(config: RunConfig, name: str, value: object) -> RunConfig:
-    """Return a copy of the config in which one flag has a new value, after the checks of the constructor.
+    """Return a copy of the config with a new value for one flag, after the same checks as in the constructor.
 
     Raises:
         MisconfigurationException: a value, or a combination of flags, cannot work.

@@ -111,18 +111,18 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 
     @property
     def sampler(self) -> Any:
-        """The samplers of the loaders, in the same nest as `iterables`. A loader without a sampler has None."""
+        """Samplers of the loaders, in the same nest as `iterables`; None for a loader without a sampler."""
         return tree_unflatten([getattr(loader, "sampler", None) for loader in self._flattened], self._spec)
 
     @property
     def batch_sampler(self) -> Any:
-        """The batch samplers of the loaders, in the same nest as `iterables`. A loader without one has None."""
+        """Batch samplers of the loaders, in the same nest as `iterables`; None for a loader without a batch sampler."""
         found = [getattr(loader, "batch_sampler", None) for loader in self._flattened]
         return tree_unflatten(found, self._spec)
 
     @property
     def limits(self) -> list[int | float] | None:
-        """Maximum number of batches of each loader. A single number that is assigned applies to all loaders."""
+        """Maximum number of batches of each loader. Assigning a single number sets the limit of every loader."""
         return self._limits
 
     @limits.setter
@@ -345,7 +345,7 @@ def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str)
 
 
 def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | None) -> tuple[float, ...]:
-    """Validate the shares of ``count`` replicas, and return them as a tuple. The tuple is empty if all are equal.
+    """Validate the replicas' shares of a global batch. Return them as a tuple, which is empty if all are equal.
 
     Collective if ``gather`` is not None.
 
@@ -410,7 +410,7 @@ def check_own_share(sampler: DistributedSampler[Any], spec: SourceSpec, name: st
 
 
 class RowWeight(float):
-    """The weight of a micro-batch with parts from several loaders, which is the weight of its heaviest part.
+    """The weight of a micro-batch with parts from several loaders: the maximum of the weights of its parts.
 
     Attributes:
         parts: the weight of each part.

@@ -1,4 +1,4 @@
-"""Numbers of batches in a run that resumes on a different number of ranks.
+"""Counting of batches in a run that resumes on a different number of ranks.
 
 Flags that count batches still count batches of the planned number of ranks. A checkpoint keeps the plan (`BatchPlan`).
 A resumed attempt of the run computes the numbers that it counts by (`count_batches`) and reports to the user what has
@@ -143,14 +143,14 @@ class BatchPlan:
 
     @property
     def workers(self) -> int | None:
-        """Number of loader workers per rank that have read the stream so far; None without a single stream."""
+        """Number of loader workers per rank that have read the stream so far; None unless one stream is read."""
         position = self.at.position
         return position[-1][1] if isinstance(position, list) and position else None
 
 
 @dataclass(frozen=True)
 class BatchCounting:
-    """How the current attempt of a run counts batches, and where in an epoch it starts.
+    """Conversion between counts of micro-batches and of planned batches, for the current attempt of a run.
 
     Created by :func:`count_batches`.
 
@@ -176,32 +176,32 @@ class BatchCounting:
 
     @property
     def resumed_number(self) -> int | None:
-        """Number of micro-batches that precede this attempt in its first epoch; None if it starts with an epoch."""
+        """Number of micro-batches that precede this attempt in its first epoch; None if it starts a new epoch."""
         return None if self.resumed_at is None else self.resumed_at.number
 
     @property
     def is_replanned(self) -> bool:
-        """True if this attempt runs on a different number of ranks from that in the plan."""
+        """True if this attempt's number of ranks differs from the plan's."""
         return self.ranks != self.size
 
     def micro(self, accumulate: int) -> int:
-        """Return the number of micro-batches in an accumulation window of ``accumulate`` rows."""
+        """Return the number of micro-batches in a window of ``accumulate`` rows (planned batches)."""
         return -(-accumulate * self.ranks // self.size)
 
     def batches(self, rows: int | float, accumulate: int) -> int | float:
-        """Return the number of micro-batches in an epoch of ``rows`` rows."""
+        """Return the number of micro-batches in an epoch of ``rows`` rows (planned batches)."""
         if math.isinf(rows):
             return rows
         windows, more = divmod(int(rows), accumulate)
         return windows * self.micro(accumulate) + self.micro(more)
 
     def done_before(self, epoch: int) -> tuple[int, int]:
-        """Return the numbers of micro-batches and rows of an epoch that earlier attempts have done."""
+        """Return the numbers of micro-batches and rows (planned batches) of an epoch that earlier attempts did."""
         point = self.resumed_at
         return (0, 0) if point is None or point.epoch != epoch else (point.number, point.rows)
 
     def rows(self, epoch: int, number: int, accumulate: int) -> int:
-        """Return the number of rows that ``number`` micro-batches of an epoch complete.
+        """Return the number of rows (planned batches) that the first ``number`` micro-batches of an epoch complete.
 
         The result is exact at the end of a window.
         """
@@ -210,7 +210,7 @@ class BatchCounting:
         return rows + windows * accumulate + more * accumulate // self.micro(accumulate)
 
     def window_plan(self, epoch: int, accumulate: int, limit: int | float) -> WindowPlan | None:
-        """Return the plan that divides an epoch into windows. Return None if the current ranks and loaders decide."""
+        """Return the plan that divides an epoch into windows; None if the current ranks and loaders determine them."""
         point = self.resumed_at
         if point is not None and point.epoch == epoch:
             return WindowPlan(self.ranks, accumulate, limit, point.number, point.position)
@@ -236,11 +236,11 @@ class RunAttempt:
 
 
 def count_batches(saved: BatchPlan | None, attempt: RunAttempt) -> BatchCounting:
-    """Return how an attempt that resumes from the plan ``saved`` counts its batches. The function only computes.
+    """Return the `BatchCounting` of an attempt that resumes from the plan ``saved``, without side effects.
 
     The plan is kept if only the number of ranks has changed. If the user has changed ``batch_size`` or
-    ``accumulate_grad_batches``, the new values hold from the last boundary on. A stream that is read by another
-    number of loader workers is handled like a change of ranks.
+    ``accumulate_grad_batches``, the new values apply from the last boundary on. A stream that is read by a different
+    number of loader workers is handled like a different number of ranks.
 
     Raises:
         MisconfigurationException: the windows of the plan cannot be divided evenly over the current ranks.
@@ -264,7 +264,7 @@ def count_batches(saved: BatchPlan | None, attempt: RunAttempt) -> BatchCounting
 def _changes(
     saved: BatchPlan, attempt: RunAttempt, made: BatchCounting, as_planned: bool, planned: bool
 ) -> tuple[str, bool]:
-    """Return a message for the user about an attempt that counts differently, and True if it is a warning."""
+    """Return a message that explains how an attempt counts differently, and True if the message is a warning."""
     epoch = saved.at.epoch
     before = StepSize(saved.ranks, batches_of_window(saved.accumulate, epoch), saved.batches)
     now = StepSize(made.ranks, batches_of_window(attempt.accumulate, epoch), attempt.batches)
@@ -282,7 +282,7 @@ def _changes(
 
 
 def _table(flag: Accumulation) -> dict[int, int]:
-    """Convert ``accumulate_grad_batches`` to a dict. The keys are the epochs at which its value changes."""
+    """Convert ``accumulate_grad_batches`` to a dict, whose keys are the epochs at which the value changes."""
     # A dict may start after epoch 0; until then a window has one batch.
     table = {0: 1, **flag} if isinstance(flag, dict) else {0: flag}
     return {epoch: table[epoch] for epoch in table if epoch == 0 or table[epoch] != batches_of_window(table, epoch - 1)}
@@ -294,7 +294,7 @@ def _has_other_workers(saved: BatchPlan, attempt: RunAttempt) -> bool:
 
 
 def _resume_point(saved: BatchPlan, attempt: RunAttempt, made: BatchCounting) -> ResumePoint | None:
-    """Convert the last boundary that ``saved`` has to the counts of this attempt. Return None at an epoch's start."""
+    """Convert the last boundary in ``saved`` to the counts of this attempt. Return None at the start of an epoch."""
     at = saved.at
     if at.rows == 0:
         return None
@@ -333,7 +333,7 @@ def _check_divides(saved: BatchPlan, attempt: RunAttempt) -> None:
 
 
 class StepSize(NamedTuple):
-    """The factors of an optimizer step's number of samples. With several loaders, the largest ``batch_size`` counts."""
+    """Factors of the number of samples in an optimizer step. The largest ``batch_size`` of several loaders counts."""
 
     ranks: int
     accumulate: int

@@ -175,7 +175,7 @@ class Feed:
             self._batches = self._spec.compared(self._source.open(epoch, 0, start_batch, self._stop))
 
     def prepare(self, epoch: int, accumulate: int) -> None:
-        """Set the epoch. If it was planned or started on other ranks, divide it among the current ranks.
+        """Set the epoch. An epoch that was planned or started on other ranks is divided among the current ranks.
 
         Args:
             epoch: number of the epoch, from 0.
@@ -204,7 +204,7 @@ class Feed:
 
     @property
     def drawn(self) -> int:
-        """Number of micro-batches of the epoch that this rank has drawn, so that new shares cannot change them.
+        """Number of this epoch's micro-batches that this rank has already drawn; new shares do not change them.
 
         Prefetched micro-batches count as drawn.
         """
@@ -221,15 +221,15 @@ class Feed:
         return self.counting.micro(self._accumulate)
 
     def shared_at_once(self) -> tuple[int, int]:
-        """Return the number of samples in the unit that is divided among the ranks, and the units per full window."""
+        """Return (number of samples that are divided among the ranks at once, number of divisions per full window)."""
         batch, micro = self._source.batch, self.micro
         whole = self.counting.ranks * self._accumulate * batch
         return (batch * self._size, micro) if micro * batch * self._size == whole else (whole, 1)
 
     def reshare(self, shares: Sequence[float], number: int | None) -> int | None:
-        """Set new shares for the ranks. They apply from the first window that starts at or after ``number``.
+        """Set new shares for the ranks, which apply from the first window that starts at or after ``number``.
 
-        Call it on all ranks with the same arguments.
+        Call this method on all ranks with the same arguments.
 
         Args:
             shares: a positive number for each rank.
@@ -253,14 +253,14 @@ class Feed:
         return number
 
     def shares_state(self) -> dict[str, Any] | None:
-        """Return the ranks' current and future shares for :meth:`load_shares`; None if the shares never change."""
+        """Return the ranks' current and future shares of global batches, for :meth:`load_shares`; None if fixed."""
         if not self._spec.reshared:
             return None
         by_number = [[number, list(shares)] for number, shares in self._shares]
         return {"size": self._size, "epoch": self._shared_epoch, "shares": by_number, "latest": list(self._latest)}
 
     def load_shares(self, state: dict[str, Any], number: int, keep: bool = True) -> None:
-        """Restore the shares that :meth:`shares_state` returned. Ignore them if the number of ranks has changed.
+        """Restore the shares that :meth:`shares_state` returned, unless the number of ranks has changed.
 
         Args:
             state: the state from a checkpoint.
@@ -441,7 +441,7 @@ class Feed:
         return parts if len(of_parts) < 2 else weigh_parts(parts, mine, list(map(sum, of_parts)), size)
 
     def _rows(self, number: int, stop: int | float) -> list[list[Sequence[float]]]:
-        """Return the weights of micro-batches ``number`` to ``stop``, for all loaders and ranks.
+        """Return the weights (numbers of samples) of micro-batches ``number`` to ``stop``, for all loaders and ranks.
 
         Micro-batches that do not exist are omitted.
         """
@@ -496,7 +496,7 @@ class Feed:
             number, done = number + size, 0
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:
-        """Yield the batches of a window. Before the last batch, advance the state that a checkpoint saves."""
+        """Yield a window's batches. Before the last batch, set the state that checkpoints save to ``after``."""
         self._before = None
         for batch, _ in mine[:-1]:
             yield batch
@@ -507,7 +507,7 @@ class Feed:
     def _agree(
         self, weights: list[float], more: bool, room: int
     ) -> tuple[list[tuple[int, ...]], list[float], bool, list[list[float]]]:
-        """Exchange the weights that the micro-batches of a window have on each rank. Collective.
+        """Exchange each rank's weights (numbers of samples) of a window's micro-batches. Collective.
 
         Returns:
             for each micro-batch the ranks without samples; the sum of each rank's weights; True if no rank has more
@@ -544,7 +544,7 @@ ARRAYS = (Tensor, np.ndarray)
 
 
 class LastingBatches:
-    """A buffer for batches that are drawn ahead. If a loader reuses its memory, the buffer copies its batches.
+    """Buffer for batches that are drawn ahead, which copies the batches if the loader reuses their memory.
 
     To detect such a loader, the first batches are copied when they are drawn, and compared with the originals after
     later batches were drawn, before the first one is yielded.

@@ -1,4 +1,4 @@
-"""The source of loaders that lockstep does not change, and copies of loaders in order for ``overfit_batches``.
+"""The source of loaders that are used unchanged, and copies of loaders that read in order for ``overfit_batches``.
 
 Used unchanged are iterables that are not DataLoaders, loaders that make batches in their own way, and all loaders if
 ``use_distributed_sampler`` is False.
@@ -52,13 +52,13 @@ from lockstep.ground.seed import isolate_rng, random_states, set_random_states
 
 
 class Untouched(LoaderSource):
-    """Source of a loader that is used unchanged. Its random numbers are those of the process.
+    """Source of a loader that is used unchanged, with the random numbers of the process's global generators.
 
-    Its state holds the random states at the start of the pass, including those of a sampler's own generators, so that a
-    resumed run draws the same order. It also holds the current states of these generators, for the next pass. For a
-    loader with a ``state_dict``, that state is used instead of reading again. Until a batch of the pass has been read,
-    that state may still belong to the previous pass, and a resumed run restarts the pass. The elements that a user's
-    sampler yields are hashed, and a different order after a resume is an error.
+    The source's state contains the random states at the start of the pass, including those of a sampler's own
+    generators, so that a resumed run draws the same order. It also contains the current states of these generators, for
+    the next pass. For a loader with a ``state_dict``, that state is loaded instead of reading the pass again. Until a
+    batch of the pass has been read, that state may still belong to the previous pass, and a resumed run restarts the
+    pass. The elements that a user's sampler yields are hashed, and a different order after a resume is an error.
 
     Args:
         loader: any iterable of batches.
@@ -180,7 +180,7 @@ class Untouched(LoaderSource):
             sampler.load_state_dict(state)
 
     def _watch_order(self, loader: DataLoader[Any], name: str) -> None:
-        """Find the generators that determine the order. If a user's sampler determines it, hash what it yields."""
+        """Record the generators that determine the loader's order; with a user's sampler, hash the yielded elements."""
         replaced = "sampler" if loader.batch_sampler is None else "batch_sampler"
         found = [holder for sampler in (loader.sampler, loader.batch_sampler) for holder in holders(sampler)]
         self._generators = generators_of([*found, loader])
@@ -254,14 +254,14 @@ class _RecordedBatches:
 
 
 def announce_epoch(loader: object, epoch: int) -> None:
-    """Call ``set_epoch`` of a loader's sampler and batch sampler, as far as they have such a method."""
+    """Call ``set_epoch`` of a loader's sampler and batch sampler, if they have this method."""
     for attribute in ("sampler", "batch_sampler"):
         for holder in holders(getattr(loader, attribute, None)):
             call_set_epoch(holder, epoch)
 
 
 def _partition_of(loader: DataLoader[Any]) -> Partition | None:
-    """Return how a rank's own loader divides its samples into batches.
+    """Return the `Partition` by which a rank's own loader divides its samples into batches.
 
     Return None for a custom batch sampler or a loader without a length.
     """

@@ -1,4 +1,4 @@
-"""Checks of loaders before a feed reads them. They concern limits, empty loaders, and equal lengths on all ranks."""
+"""Checks of loaders before a feed reads them: limits, empty loaders, and equal lengths on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Limit = int | float | None
 
 
 def limited(limit: Limit, length: int | float, flag: str) -> int | float:
-    """Return the number of micro-batches that a ``limit_*_batches`` flag leaves of a loader's ``length``.
+    """Return a loader's ``length`` in micro-batches after a ``limit_*_batches`` flag has reduced the length.
 
     Raises:
         MisconfigurationException: the limit is a fraction of an unknown length, or amounts to less than one batch.
@@ -75,7 +75,7 @@ def check_alike(parts: list[LoaderSource], spec: SourceSpec, names: list[str]) -
 
 
 def _lengths(ranks: Tensor) -> str:
-    """Describe the length that a loader has on each rank, in batches. If these are equal, describe it in samples."""
+    """Describe a loader's length on each rank: in batches, or in samples if only the numbers of samples differ."""
     batches, samples = ranks[:, 0].tolist(), ranks[:, 1].tolist()
     only_samples = len(set(batches)) == 1 and len(set(samples)) > 1
     what, numbers = ("samples", samples) if only_samples else ("batches", batches)

@@ -1,4 +1,4 @@
-"""Orders of samples, as functions from (seed, epoch, position) to an index. They need constant time and memory."""
+"""Orders of samples: functions from (seed, epoch, position) to an index, in constant time and memory."""
 
 from __future__ import annotations
 

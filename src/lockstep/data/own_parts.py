@@ -64,7 +64,7 @@ def shards_itself(dataset: object) -> bool:
 
 
 class OwnParts:
-    """A test of whether each rank's stream is already that rank's part of the data. It compares the first samples.
+    """Comparison of the ranks' first samples, to detect whether each rank's stream is already its part of the data.
 
     The process that reads the stream (the rank, or one of its loader workers) requests the result and waits for it.
 
@@ -146,7 +146,7 @@ NOT_SHARED = (
 
 
 def makes_own_batches(loader: DataLoader[Any]) -> str | None:
-    """Return the reason why lockstep cannot choose the indices that a loader fetches. Return None if it can.
+    """Return the reason why lockstep cannot choose the indices that a loader fetches; None if lockstep can choose them.
 
     A class may override ``__iter__`` to transform each batch, which a copy with other indices does, too. Such a copy
     fails if the loader stores an iterator over its own sampler. It also fails if the loader's length differs from its

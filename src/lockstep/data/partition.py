@@ -58,12 +58,9 @@ class Partition:
 
     @property
     def full(self) -> int:
-        """Number of the first micro-batch without ``batch x size`` positions, or with a rank that has none of them.
+        """Number of the first micro-batch that has fewer than ``batch x size`` positions, or none for some rank.
 
         Equal to ``number`` if a full window does not have ``batch x size`` positions.
-
-        Equal to ``number`` (no such micro-batch) if a window does not have
-        ``batch x size`` positions.
         """
         whole = self.batch * self.size
         if self.window not in (0, whole) or (self.weights and 0 in apportion(whole, self.size, self.weights)):
@@ -77,7 +74,7 @@ class Partition:
 
     @property
     def length(self) -> int:
-        """Number of the last micro-batch plus one, counted from 0 in the epoch."""
+        """One more than the number of the last micro-batch; micro-batches are counted from 0 in the epoch."""
         return self.number + self.n // self._window * self._micro(self._window) + self._micro(self.rest)
 
     def span(self, number: int, rank: int) -> tuple[int, int]:
@@ -128,7 +125,7 @@ class Partition:
         return -(-count // (self.batch * self.size))
 
     def _locate(self, number: int) -> tuple[int, int, int, int]:
-        """Return the place and size of the window that contains micro-batch ``number``, and the index in the window.
+        """Return the start and sizes of the window that contains micro-batch ``number``, and the index in the window.
 
         The result is the window's first position, its number of positions, its number of micro-batches, and the
         micro-batch's index.

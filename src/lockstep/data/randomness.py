@@ -93,7 +93,7 @@ def _arrive(indices: list[int], key: int, first: int) -> SeededIndices:
 
 
 class SeededIndex(int):
-    """An index for a loader with ``batch_size=None``. When a worker unpickles it, it seeds the generators there."""
+    """Index for a loader with ``batch_size=None``; unpickling it in a worker seeds the random generators there."""
 
     key: int
     first: int
@@ -124,7 +124,7 @@ def _arrive_alone(index: int, key: int, first: int) -> int:
 
 @dataclass(frozen=True)
 class HeldGenerator:
-    """Common interface to the random generators that samplers hold: torch's on the CPU, NumPy's or Python's."""
+    """Common interface to the random generators in samplers: torch's on the CPU, NumPy's or Python's."""
 
     state: Callable[[], Any]
     """Returns the generator's state in a form that a checkpoint can store."""
@@ -143,7 +143,7 @@ class HeldGenerator:
 
 
 def held_generator(value: object) -> HeldGenerator | None:
-    """Wrap a random generator in the common interface. Return None if ``value`` is no known generator."""
+    """Wrap a random generator in the common interface. Return None if ``value`` is not a known generator."""
     if isinstance(value, torch.Generator):
         known = HeldGenerator(value.get_state, value.set_state, value.manual_seed, value.initial_seed)
         return known if value.device.type == "cpu" else None
@@ -223,9 +223,9 @@ class SeparateStates:
 
 
 def draws_nothing(dataset: object, collate: object) -> bool:
-    """Return True if it is certain that fetching samples draws no random numbers, so that none have to be seeded.
+    """Return True if fetching samples certainly draws no random numbers, so that seeding is not needed.
 
-    That holds for tensors and lists, and for subsets and concatenations of them, with torch's default collation.
+    This is certain for tensors and lists, and for subsets and concatenations of them, with torch's default collation.
     """
     if collate is not default_collate:
         return False

@@ -175,7 +175,7 @@ class Drawn(Indexed):
         return number if found is None or found.first > number else found.end
 
     def _forget(self, number: int) -> None:
-        """Drop the weights of micro-batches before micro-batch ``number``, which are no longer needed."""
+        """Drop the weights (numbers of samples) of micro-batches before ``number``, which are no longer needed."""
         while self._chunks and self._chunks[0].partition.length <= number:
             self._chunks.popleft()
         while self._stretches and self._stretches[0].end <= number:
@@ -247,7 +247,7 @@ class Drawn(Indexed):
         return drawn
 
     def _resumed(self, epoch: int, turn: int) -> dict[str, Any]:
-        """Return the state from a checkpoint of this pass. For another pass, restore the samplers, and return {}."""
+        """Return the checkpoint's state of this pass. For any other pass, restore the samplers, and return {}."""
         resume = self._resume
         if not resume:
             return {}
@@ -305,7 +305,7 @@ class Drawn(Indexed):
         self._reached = partition.length
 
     def _partition_of(self, count: int) -> Partition:
-        """Return how the next ``count`` positions are divided into micro-batches and ranks' parts."""
+        """Return the `Partition` of the next ``count`` positions into micro-batches and ranks' parts."""
         drop_last, initial = self._sampling.drop_last, self._shares[0]
         weights = next((each for each in reversed(self._shares) if each[0] <= self._reached), initial)[1]
         if self._plan is None:
@@ -341,7 +341,7 @@ class _Chunk(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """Consecutive micro-batches with equal weights, in which each rank takes at least one sample."""
+    """Consecutive micro-batches with equal weights, in which each rank has at least one sample."""
 
     first: int
     end: int
@@ -349,7 +349,7 @@ class _Stretch(NamedTuple):
 
 
 class OwnShare(Drawn):
-    """A source that draws from a user's `DistributedSampler`. Such a sampler yields only this rank's samples."""
+    """A source that draws from a user's `DistributedSampler`, which yields only this rank's samples."""
 
     flexible = False  # this rank knows its own share only
 
@@ -488,7 +488,7 @@ def content(drawn: Sequence[Any]) -> bytes | None:
 
 
 class WatchedSampler:
-    """A wrapper of a user's sampler or batch sampler. It hashes each element that the sampler yields."""
+    """A wrapper of a user's sampler or batch sampler that hashes each element that the sampler yields."""
 
     def __init__(self, sampler: Iterable[Any], order: DrawnOrder) -> None:
         self._sampler = sampler

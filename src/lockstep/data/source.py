@@ -1,4 +1,4 @@
-"""Sources. Each reads one rank's share of the batches of one loader.
+"""Sources: objects that read one rank's share of the batches of a loader.
 
 This file has the base class, and the source of loaders over map-style data sets whose order is a function.
 
@@ -80,9 +80,9 @@ class Replicas:
     """Function that stacks the tensors of this replica's ranks; a collective. None: the replica has one rank."""
 
     def agreed_gather(self) -> Gather | None:
-        """Return the function that gathers over the replicas. Return None if there is nothing to gather.
+        """Return the function that gathers over the replicas; None if no values need to be gathered.
 
-        That is the case with one replica, if no function was given.
+        This is the case with one replica if no function was given.
         """
         if self.gather is not None or self.count == 1:
             return self.gather
@@ -160,7 +160,7 @@ class SourceSpec:
         return self.torch_order and self.size == self.planned == 1 and self.gather is None
 
     def compared(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return the batches of a pass. When the first is drawn, compare it between the ranks of this replica.
+        """Return the batches of a pass. When the first batch is drawn, compare it between the ranks of this replica.
 
         Raises:
             MisconfigurationException: the ranks' first batches differ.
@@ -239,21 +239,21 @@ class LoaderSource(ABC):
         return self.even
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:  # noqa: B027
-        """Set the shares for later passes, as pairs: a micro-batch, and the shares that apply from it on."""
+        """Set the ranks' shares of a global batch for later passes: pairs of a first micro-batch and the shares."""
 
     def reshare(self, shares: Reshare) -> None:
-        """Set new shares within the current pass. They apply from a micro-batch on that no rank has drawn yet."""
+        """Set new shares of a global batch within the current pass, from a micro-batch that no rank has drawn yet."""
         raise NotImplementedError(f"{type(self).__name__} cannot change shares within a pass")
 
     def row(self, number: int) -> list[Sequence[float]]:
-        """Return the ranks' weights in a micro-batch, with one list for each loader that it combines.
+        """Return the ranks' weights (numbers of samples) in a micro-batch, as a list for each combined loader.
 
         Call either this method or :meth:`weights` for a micro-batch.
         """
         return [self.weights(number)]
 
     def without(self, batch: object, parts: Sequence[float]) -> Any:
-        """Return a micro-batch in which the parts of loaders that give this rank no samples are None."""
+        """Return a micro-batch with None in place of the parts from loaders that have no samples for this rank."""
         return batch
 
     def planned(self, ranks: int) -> int | float:
@@ -261,7 +261,7 @@ class LoaderSource(ABC):
         return self.length
 
     def repartition(self, plan: WindowPlan) -> None:  # noqa: B027
-        """Divide later passes as planned for a different number of ranks. Call the method before they are opened."""
+        """Divide later passes as planned for a different number of ranks. Call this before those passes are opened."""
 
     def samples_of(self, number: int) -> tuple[list[int], int] | None:
         """Return the data set indices of this rank's part of a micro-batch, and its first position; None if unknown."""
@@ -288,7 +288,7 @@ class LoaderSource(ABC):
         return LoaderOrder("in an order of its own", self.samples)
 
     def leaves(self) -> list[LoaderSource]:
-        """Return the sources of the single loaders that this source combines, or a list of this source."""
+        """Return the sources of the single loaders that this source combines; ``[self]`` for a single loader."""
         return [self]
 
     def state_dict(self) -> dict[str, Any]:
@@ -406,7 +406,7 @@ class Indexed(LoaderSource):
         return unmixed(iterator) if self._own_process and not self._quiet else iterator
 
     def _checked(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
-        """Yield the batches of a loader class with its own ``__iter__``. Check that it uses lockstep's sampler.
+        """Yield the batches of a loader with its own ``__iter__``. Check that the loader uses lockstep's sampler.
 
         With one replica, a pass that starts at its first micro-batch is not checked.
 
@@ -429,7 +429,7 @@ class Indexed(LoaderSource):
         return self._with_gaps(self.open(epoch, turn, start, stop), start, stop)
 
     def _with_gaps(self, batches: Iterator[Any], number: int, stop: int | float) -> Iterator[tuple[Any, float]]:
-        """Yield (batch, weight) for each micro-batch that any rank has, with weight 0.0 if this rank has none of it."""
+        """Yield (batch, weight) for each micro-batch of any rank; the weight is 0.0 if this rank has no samples."""
         while number < stop and self.has(number):
             weight = float(self.weights(number)[self.rank])
             batch = next(batches) if weight or self.pads else None
@@ -605,12 +605,12 @@ class Ordered(Indexed):
 
 
 def _drawn_from(sampler: object) -> int | None:
-    """Return the length of the data source that one of torch's samplers has. Return None if it has no length."""
+    """Return the length of the data source of one of torch's samplers; None if the data source has no length."""
     return length_of(getattr(sampler, "data_source", None))
 
 
 class _Lists:
-    """The batch sampler of a source's loader. One object serves all passes, because persistent workers keep it."""
+    """The batch sampler of a source's loader. All passes use one object, because persistent workers store it."""
 
     def __init__(self, source: Indexed) -> None:
         self._source = source
@@ -623,7 +623,7 @@ class _Lists:
 
 
 def recording(drawn: Iterable[Any], recorded: deque[list[Any]]) -> Iterator[Any]:
-    """Yield the indices of batches. Before that, append them to ``recorded``, since loader workers fetch ahead."""
+    """Yield the indices of batches. First append each to ``recorded``, since loader workers fetch ahead."""
     for indices in drawn:
         # a plain slice: iterating over seeded indices would seed
         recorded.append(indices[:] if isinstance(indices, list) else [_plain(indices)])
@@ -635,7 +635,7 @@ def _plain(index: object) -> object:
 
 
 def _seeding(drawn: Iterable[Any]) -> Iterator[Any]:
-    """Yield the indices of batches. Seed the generators before each is fetched in this process.
+    """Yield the indices of batches. Seed the generators before each batch is fetched in this process.
 
     A data set that fetches a whole batch at once needs this.
     """
@@ -649,9 +649,9 @@ def _seeding(drawn: Iterable[Any]) -> Iterator[Any]:
 
 
 class Measure:
-    """Function that returns the number of samples in a ready-made batch. It logs once how it has found the number.
+    """Function that returns the number of samples in a ready-made batch, and logs once how the number was found.
 
-    It uses the length of the first tensor, because lockstep did not draw the samples of such batches.
+    The number is the length of the first tensor, because lockstep did not draw the samples of such batches.
 
     Args:
         name: name of the loader in messages.
@@ -707,7 +707,7 @@ def first_tensor(batch: object) -> Any:
 
 
 def copy_loader(loader: DataLoader[Any], **changes: object) -> DataLoader[Any]:
-    """Return a shallow copy of a loader, of the same class. ``changes`` replace some of its attributes.
+    """Return a shallow copy of a loader, of the same class, with the attributes in ``changes`` replaced.
 
     Constructing a new one would need the arguments of a subclass' ``__init__``. The attributes bypass
     `DataLoader.__setattr__`, which keeps users from changing a loader that is in use.
@@ -719,7 +719,7 @@ def copy_loader(loader: DataLoader[Any], **changes: object) -> DataLoader[Any]:
 
 
 def unmixed(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the items of an iterator, and restore the process' random states after each is fetched."""
+    """Yield the items of an iterator. Restore the process's random states after fetching each item."""
     while True:
         states = capture()
         try:
@@ -752,7 +752,7 @@ def length_of(sized: object) -> int | None:
 
 
 def holders(sampler: object) -> list[object]:
-    """Return a list of a sampler or batch sampler, and of the sampler inside it if there is one."""
+    """Return a list of a sampler or batch sampler, and of the sampler that a batch sampler contains."""
     inner = getattr(sampler, "sampler", None)
     return [sampler] if inner is None else [sampler, inner]
 
@@ -773,7 +773,7 @@ class Stateful(Protocol):
 
 
 def stateful(candidates: Iterable[Any]) -> list[Stateful]:
-    """Return those of the objects that can save and restore their progress."""
+    """Return the objects in ``candidates`` that can save and restore their progress."""
     return [
         each
         for each in candidates

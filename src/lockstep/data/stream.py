@@ -137,7 +137,7 @@ class Stream(LoaderSource):
         self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
 
     def _go_back(self, epoch: int, turn: int) -> bool:
-        """Restore the data set's state from a checkpoint. Return True if it was saved within this pass.
+        """Restore the data set's state from a checkpoint. Return True if the state was saved within this pass.
 
         A checkpoint of an epoch's end belongs to a pass that has ended: that pass is opened once more, and the next
         starts from the beginning.
@@ -283,7 +283,7 @@ class DrawHistory:
     """Number of samples that each worker of each rank has drawn, which are the first ones assigned to that worker."""
 
     def has(self, number: int, worker: int | None) -> bool:
-        """Return True if this attempt has drawn the sample with a number.
+        """Return True if this attempt has drawn sample ``number``.
 
         Args:
             number: number of the sample in the stream, or among the samples that earlier attempts left.
@@ -298,7 +298,7 @@ class DrawHistory:
 
 
 class Sizes:
-    """Replacement for the batch sampler of a loader over an iterable data set. It determines the sizes of batches.
+    """Replacement for the batch sampler of a loader over an iterable data set, which determines the batch sizes.
 
     A window is ``window`` consecutive samples of the stream. A rank takes its own samples of it, in ``micro`` parts
     that are as even as possible.
@@ -317,7 +317,7 @@ class Sizes:
         self.window = batch * size
 
     def repartition(self, plan: WindowPlan) -> bool:
-        """Divide later passes by a plan for other ranks. Return True if the batch sizes change.
+        """Divide later passes by a plan for a different number of ranks. Return True if the batch sizes change.
 
         Raises:
             MisconfigurationException: a window has fewer samples than there are ranks.
@@ -449,7 +449,7 @@ class Shard(IterableDataset[Any]):
                 yield item
 
     def _samples(self, key: int, info: WatchedInfo | None) -> Iterator[tuple[int, Any]]:
-        """Yield the number and value of each sample in the stream. Seed the random generators before each is read."""
+        """Yield the number and value of each sample. Seed the random generators before each sample is read."""
         worker = 0 if info is None else info.worker
         seed_all(mix(key, self._read))
         iterator = iter(self.dataset)
@@ -476,7 +476,7 @@ class Shard(IterableDataset[Any]):
     def _compare_first(
         self, samples: Iterator[tuple[int, Any]], worker: int | None, own_parts: OwnParts
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the stream after comparing its first samples between ranks, which shows if each has its own data."""
+        """Yield the stream, after comparing its first samples between ranks to detect ranks with their own data."""
         head: list[tuple[int, Any]] = []
         if own_parts.found is None:
             # One with a state must not be read ahead.
@@ -494,7 +494,7 @@ class Shard(IterableDataset[Any]):
         yield from samples
 
     def _left(self, number: int, info: WatchedInfo | None) -> int | None:
-        """Return the number that a sample has among those that earlier attempts have left; None if it is not left."""
+        """Return a sample's number among the samples that earlier attempts have not drawn; None if one has drawn it."""
         worker = None
         if info is not None and self._looked:
             for attempt in self.attempts:
@@ -525,7 +525,7 @@ class StatefulShard(Shard):
 
 
 class WatchedInfo:
-    """Replacement for a loader worker's `WorkerInfo`. It records accesses, and has the user's own data set."""
+    """Replacement for a loader worker's `WorkerInfo`, which records accesses and returns the user's own data set."""
 
     def __init__(self, info: WorkerInfo) -> None:
         self._info = info
@@ -598,7 +598,7 @@ def _bytes(part: object) -> bytes:
 
 
 def stream_length(samples: int, batch: int | None, drop_last: bool, ranks: int, workers: int) -> int:
-    """Return the number of batches in a stream of known length, on the rank that has the most.
+    """Return the number of batches in a stream of known length, on the rank with the most batches.
 
     Every worker forms its own batches, so that each may end with a partial one.
     """

@@ -74,7 +74,7 @@ class Window:
 
 
 def empty_ranks(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the ranks whose weight is 0. The function uses built-in functions of Python for speed."""
+    """Return the ranks whose weight (number of samples) is 0, with Python's built-in functions for speed."""
     return tuple(itertools.compress(itertools.count(), map(not_, weights))) if 0 in weights else ()
 
 
@@ -96,7 +96,7 @@ def weigh(mine: Sequence[float], total: float, size: int) -> list[Part]:
 
 
 class Share(float):
-    """The share of a micro-batch with parts from several loaders, which is the share of its heaviest part.
+    """The share of a micro-batch with parts from several loaders, computed from the weight of its largest part.
 
     Attributes:
         parts: the share of each part, by which the mean over the part's samples is multiplied; 0.0 if this rank has no

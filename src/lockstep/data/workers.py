@@ -91,13 +91,13 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def rewinds(iterator: Iterator[Any]) -> bool:
-    """Return True if ``__iter__`` of an iterator starts a new pass. Usually it only returns the iterator."""
+    """Return True if an iterator's ``__iter__`` starts a new pass, instead of only returning the iterator."""
     code = getattr(type(iterator).__iter__, "__code__", None)
     return code is not None and bool(code.co_names)
 
 
 def _rest(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the remaining items of an iterator. Its ``__iter__``, which may start a new pass, is not called."""
+    """Yield the remaining items of an iterator, without calling its ``__iter__``, which may start a new pass."""
     with contextlib.suppress(StopIteration):
         while True:
             batch = next(iterator)
@@ -166,13 +166,13 @@ class IndexRecorder:
         return found
 
     def indices_of(self, number: int) -> Any:
-        """Return the indices of batch ``number``. Return None if they are not kept any more."""
+        """Return the indices of batch ``number``; None if they are no longer stored."""
         place = number - self.num_yielded + len(self._last)
         return self._last[place] if 0 <= place < len(self._last) else None
 
 
 def name_death(error: BaseException) -> None:
-    """Add to torch's error about a dead worker the signal that killed it, and the samples that it had to fetch.
+    """Extend torch's error about a dead worker by the signal that killed it, and the samples that it had to fetch.
 
     torch may raise that error at any point of the program, from its handler of SIGCHLD.
     """
@@ -204,7 +204,7 @@ def _how(worker: BaseProcess) -> str:
 
 
 def _while(iterator: Any, worker: int) -> str:
-    """Describe the samples that a dead worker had still to deliver. It may already have sent the first batch."""
+    """Describe the samples that a dead worker had to fetch; the worker may already have sent the first batch."""
     tasks, recorder = getattr(iterator, "_task_info", {}), getattr(iterator, "_sampler_iter", None)
     if not isinstance(recorder, IndexRecorder):
         return ""
@@ -224,7 +224,7 @@ SHOWN = 8
 
 @contextmanager
 def _signals_blocked(loader: Iterable[Any]) -> Iterator[None]:
-    """Block the signals that this process handles by Python functions. Processes started inside inherit this."""
+    """Block signals with Python handlers inside the context, also in processes that are started there."""
     ours = {number for number in SENT_TO_ALL if callable(signal.getsignal(number))}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         ours.discard(signal.SIGINT)
@@ -281,7 +281,7 @@ class _DoneEvent:
         return self._set
 
     def set(self) -> None:
-        """Request the workers to end. If a killed worker has the event's lock, kill the others."""
+        """Request the workers to end. If a killed worker holds the event's lock, kill the other workers."""
         self._set = True
         if self._condition.acquire(timeout=SECONDS_FOR_LOCK):
             try:

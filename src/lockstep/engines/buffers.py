@@ -87,7 +87,7 @@ class SynchronizedNorms:
                 comm.broadcast_tensors([buffer for layer in layers for buffer in layer.buffers()], first, group)
 
     def _without(self, absent: tuple[int, ...], groups: list[comm.Group]) -> dict[int, comm.Group]:
-        """Return, for each of the layers' groups (by id), a group without the ``absent`` ranks. Collective."""
+        """Return a process group without the ``absent`` ranks for each of ``groups``, by the group's id. Collective."""
         if absent not in self._present:  # a group costs connections: it is made once for each set of absent ranks
             wanted = {id(group): [r for r in comm.ranks_of(group) if r not in absent] for group in groups}
             # all ranks make all groups, in one order, which `new_group` requires
@@ -122,7 +122,7 @@ class SynchronizedNorms:
 
 
 class WindowBuffers:
-    """Buffers that each rank updates from its own samples in an accumulation window; then they become rank 0's.
+    """Buffers that each rank updates from its own samples within a window; after the window, all ranks use rank 0's.
 
     Args:
         module: module of the fit.
@@ -145,7 +145,7 @@ class WindowBuffers:
 
     @contextmanager
     def rank_0_values(self) -> Iterator[None]:
-        """Use rank 0's buffers on all ranks inside the block; within a window, restore each rank's own. Collective."""
+        """Inside the block, use rank 0's buffers; within a window, restore this rank's own afterwards. Collective."""
         if self.due or not self.differ:
             self.align()
             yield

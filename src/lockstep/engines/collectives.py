@@ -68,7 +68,7 @@ class ReplicaMap:
         return tuple(rank for rank, replica in enumerate(self.of_rank) if replica in replicas)
 
     def needs(self, rank: int, saved: Sequence[int], gradients: bool) -> list[int]:
-        """Return the saved ranks whose parts of a checkpoint this rank needs to resume, in addition to rank 0's.
+        """Return the ranks of the saved run whose checkpoint parts this rank needs to resume, in addition to rank 0's.
 
         Args:
             rank: this rank.

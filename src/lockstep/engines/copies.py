@@ -96,7 +96,7 @@ class ModelCopies:
             self.buffers = WindowBuffers(module)
 
     def synchronize_norms(self, module: nn.Module, convert: bool, timeout: timedelta, replicas: ReplicaMap) -> None:
-        """Connect synchronized BatchNorm layers for one fit; with ``convert``, also plain BatchNorm layers. Collective.
+        """Set up synchronized BatchNorm layers for one fit; with ``convert``, also plain BatchNorm layers. Collective.
 
         The arguments are those of `SynchronizedNorms`.
         """
@@ -144,7 +144,7 @@ class ModelCopies:
 
     @contextmanager
     def one_model(self) -> Iterator[None]:
-        """Give every rank the model that a checkpoint saves inside the block; then restore each rank's own model.
+        """Inside the block, set every rank's model to the one that checkpoints save; then restore each rank's own.
 
         The checkpoint's model has rank 0's buffers; under local steps it is the mean over the ranks. Collective.
         """
@@ -160,7 +160,7 @@ class ModelCopies:
             local.apart.show_own()
 
     def end_training(self) -> None:
-        """Give every rank the final model of the fit, which checkpoints save, after the last step. Collective.
+        """After the last step, set every rank's model to the final model, which checkpoints save. Collective.
 
         Each rank's own weights under local steps can still be saved.
         """

@@ -1,4 +1,4 @@
-"""Assignment of parameters to owner ranks, which alone update them, and checks which optimizers allow this."""
+"""Assignment of parameters to owner ranks, which alone update them, and checks that optimizers allow it."""
 
 from __future__ import annotations
 

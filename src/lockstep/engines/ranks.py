@@ -289,7 +289,7 @@ class RankedStrategy(Strategy):
 
 
 def _own(backend: str, kind: str) -> str:
-    """Return the backend for one type of device from torch's notation for several (``"cpu:gloo,cuda:nccl"``)."""
+    """Return the backend for one device type, from a string such as ``"cpu:gloo,cuda:nccl"`` for several types."""
     return dict(entry.split(":") for entry in backend.split(",")).get(kind, "") if ":" in backend else backend
 
 

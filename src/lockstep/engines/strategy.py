@@ -394,7 +394,7 @@ class Strategy(Engine):
         return self.module
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients without reduction inside the block; the next backward after it reduces them.
+        """Accumulate gradients without reduction inside the block; the next backward after the block reduces them.
 
         Returns:
             a context manager.

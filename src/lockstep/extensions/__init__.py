@@ -1,1 +1,1 @@
-"""Extensions: packages that the core does not know. Each can be deleted; see `lockstep.ground.extensions`."""
+"""Extensions: optional packages that the core does not import, and that can be deleted; see `ground/extensions.py`."""

@@ -14,7 +14,7 @@ from lockstep.ground.numbers import whole_number
 
 
 class Accelerator:
-    """Base class of accelerators. They report the available devices, and parse the value of ``Trainer(devices=...)``.
+    """Base class of accelerators, which report the available devices and parse the value of ``Trainer(devices=...)``.
 
     A new kind derives from this class and gets an entry in ``ACCELERATORS``.
     """
@@ -118,7 +118,7 @@ class TorchAccelerator(Accelerator):
         return bool(device_module(self.device_type).is_available())
 
     def auto_device_count(self) -> int:  # type: ignore[override]
-        """Return the number of visible devices. Return 1 if no process group can send their tensors."""
+        """Return the number of visible devices, or 1 if no process group can send tensors on these devices."""
         present = int(device_module(self.device_type).device_count())
         return present if carries(None, self.device_type) else min(present, 1)
 

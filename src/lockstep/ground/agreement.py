@@ -136,7 +136,7 @@ class ConsensusFlags:
         return len(self._names) - 1
 
     def request(self, bit: int) -> None:
-        """Request that ``bit`` be raised. A later boundary raises it, which is the same on all ranks."""
+        """Request that ``bit`` be raised at a later boundary, which is the same on all ranks."""
         if bit not in self.up:
             self._wanted.add(bit)
 
@@ -145,13 +145,13 @@ class ConsensusFlags:
         return bit in self.up
 
     def lower(self, bit: int) -> None:
-        """Lower ``bit`` on this rank, and discard all earlier requests. Call it on all ranks at the same boundary."""
+        """Lower ``bit`` on this rank, and discard all earlier requests. Must run on all ranks at the same boundary."""
         self.up.discard(bit)
         self._wanted.discard(bit)
         self._channel.void(bit)
 
     def now(self, bit: int) -> bool:
-        """Raise ``bit`` on all ranks if any rank has requested it. Return True if it is raised.
+        """Raise ``bit`` on all ranks if any rank has requested ``bit``. Return True if ``bit`` is raised.
 
         This is a blocking collective, for ends of epochs.
         """
@@ -194,7 +194,7 @@ class _Channel(Protocol):
 
     @waits()
     def settle(self, synced: bool, wanted: set[int]) -> Iterable[int]:
-        """Return the bits to raise at this boundary, because a rank has requested them since they were last lowered."""
+        """Return the bits to raise at this boundary: those that any rank has requested since they were last lowered."""
         ...
 
     def void(self, bit: int) -> None: ...
@@ -222,7 +222,7 @@ class _Alone:
 
 
 class _Shared:
-    """Channel for ranks that are all on one host. It has two cells of shared memory for each bit."""
+    """Channel for ranks that are all on one host, with two cells of shared memory for each bit."""
 
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page
@@ -263,7 +263,7 @@ class _Shared:
 
 
 class _Messages:
-    """Channel for ranks on several hosts. It starts an exchange every k-th window and reads it k windows later."""
+    """Channel for ranks on several hosts, which starts an exchange every k-th window and reads it k windows later."""
 
     def __init__(self, group: comm.Group, every: int | None) -> None:
         self._paced = every is None
@@ -386,12 +386,12 @@ def exchanged(place: int, count: int, row: Tensor, send: Send, receive: Receive)
 
 
 class HostMaximum:
-    """Element-wise maximum of integers over the ranks of a group, which is started first and read later.
+    """Asynchronous element-wise maximum of integers over the ranks of a group.
 
     All methods are collective.
 
     Args:
-        width: how many integers.
+        width: number of integers.
         group: the ranks.
 
     Attributes:
@@ -472,7 +472,7 @@ class HostMaximum:
         self._advance()
 
     def _advance(self) -> bool:
-        """Run the next step of the exchange between leaders. Return False if there is none.
+        """Run the next step of the exchange between leaders. Return False if no step is left.
 
         The maximum is then published on this host.
         """

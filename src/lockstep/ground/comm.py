@@ -287,9 +287,9 @@ def _by_tree(rows: Tensor, combine: Combine) -> Tensor:
 
 @waits()
 def combined_by_messages(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
-    """Compute `combined` for CPU tensors by messages. One rank of each eight gets the others' tensors.
+    """Compute `combined` for CPU tensors by messages. Of eight neighbors, one receives the tensors of the others.
 
-    It is recorded as one collective, since no rank leaves it before all have entered.
+    The call is recorded as one collective, since no rank returns before all ranks have entered.
     """
     world, me, step = world_size(group), rank(group), 1
     while step < world and me % step == 0:
@@ -425,7 +425,7 @@ def broadcast_tensors(
     piece: int | None = None,
     over: torch.device | None = None,
 ) -> None:
-    """Overwrite ``tensors`` on every rank with those of rank ``src``, bit for bit. One message has many tensors.
+    """Overwrite ``tensors`` on every rank with those of rank ``src``, bit for bit. Many tensors share a message.
 
     Args:
         tensors: same shapes, dtypes and order on every rank; strided views and any dtype are supported.
@@ -539,7 +539,7 @@ def packed(value: object) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """Unpickle the bytes that `packed` returned. Use it only for bytes from a trusted process."""
+    """Unpickle the bytes that `packed` returned. The bytes must come from a trusted process."""
     return pickle.loads(data)
 
 

@@ -1,4 +1,4 @@
-"""Functions for devices of any kind. They call torch's module for the kind of device, such as ``torch.cuda``.
+"""Functions for devices of any kind, which call torch's module for the kind of device, such as ``torch.cuda``.
 
 They list devices, select the current one, report supported dtypes, create streams and events, and create modules and
 tensors on a device.

@@ -134,7 +134,7 @@ def way_out() -> str:
 
 
 class Inner:
-    """A stand-in for an internal part of Lightning's Trainer. It has only the attributes that third parties use.
+    """A stand-in for an internal part of Lightning's Trainer, with only the attributes that third parties use.
 
     Access to any other attribute raises an error.
 

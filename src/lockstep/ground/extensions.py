@@ -1,4 +1,4 @@
-"""The table of lockstep's extensions. The core finds in it the names that each extension provides.
+"""The table of lockstep's extensions, in which the core finds the names that each extension provides.
 
 An extension is a package in `lockstep.extensions`. The core does not import extensions directly. It looks up a
 strategy, a command, a service or a public name here, and the extension is imported then. If an extension is deleted,
@@ -29,7 +29,7 @@ KIND = {"strategies": "strategy", "commands": "command", "services": "service"}
 
 
 class Extension(NamedTuple):
-    """The names that one extension provides, each with the place of its object.
+    """The names that one extension provides, each with the place from which its object is imported.
 
     A place is ``"module"`` or ``"module:name"``, relative to the extension's folder.
     """

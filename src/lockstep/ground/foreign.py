@@ -1,6 +1,6 @@
 """Detection of another distribution, ``lockstep`` 0.0.1, which can replace this package's ``lockstep/__init__.py``.
 
-The file that it installs is empty.
+The file that ``lockstep`` 0.0.1 installs is empty.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ WAY_OUT = "Run `pip uninstall lockstep torch-lockstep`, then `pip install torch-
 
 
 def warn_if_installed(package: str) -> None:
-    """Warn if the other distribution is installed in the same folder as this package, whose path is ``package``.
+    """Warn if ``lockstep`` 0.0.1 is installed in the same folder as this package, whose path is ``package``.
 
-    It was installed first, or this import would have run its file. Uninstalling it removes our file.
+    It was installed before this package, or this import would have run its file. Uninstalling it removes our file.
     """
     if os.path.isdir(os.path.join(os.path.dirname(package), METADATA)):
         warnings.warn(
@@ -26,7 +26,7 @@ def warn_if_installed(package: str) -> None:
 
 
 def replaced_by_it() -> str | None:
-    """Return an error message if the other distribution has replaced ``lockstep/__init__.py``, else None."""
+    """Return an error message if ``lockstep`` 0.0.1 has replaced this package's ``lockstep/__init__.py``, else None."""
     if hasattr(sys.modules["lockstep"], "__version__"):
         return None
     file = sys.modules["lockstep"].__file__

@@ -116,7 +116,7 @@ def wait_for_torch_threads(quiet: float = 0.0002, patience: float | None = None)
 
 
 def _asleep() -> dict[str, bytes] | None:
-    """Return how often each of torch's threads has gone to sleep, by thread. Return None if one of them is awake."""
+    """Return how often each of torch's threads has gone to sleep, by thread. Return None if any thread is awake."""
     found = {}
     for thread in os.listdir("/proc/self/task"):
         # torch also names this one, in processes that it has started.

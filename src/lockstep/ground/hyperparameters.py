@@ -74,7 +74,7 @@ class HyperparametersMixin:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Save arguments of ``__init__`` in :attr:`hparams`; call it inside ``__init__``.
+        """Save arguments of ``__init__`` in :attr:`hparams`; call this method inside ``__init__``.
 
         :attr:`hparams` keeps the objects. A checkpoint contains no code: it holds their plain form (a path as a
         string, an ``Enum`` as its value, a ``Namespace`` or dataclass as a dict) and the names of their classes.
@@ -230,7 +230,7 @@ def plain_hyperparameters(hparams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def noted_classes(hparams: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[tuple[Any, ...], str]:
-    """Return the classes of hyperparameters that a checkpoint has to store, because plain values lack them.
+    """Return the classes that a checkpoint must store to rebuild hyperparameters from their plain values.
 
     Args:
         hparams: the objects.
@@ -280,7 +280,7 @@ def _init_arguments(obj: object, frame: FrameType | None) -> tuple[dict[str, Any
 
 
 def arguments_of_init(obj: object, frame: FrameType) -> dict[str, Any] | None:
-    """Return the arguments of the call that `frame` runs, if it is ``__init__`` of `obj`. Otherwise, return None."""
+    """Return the arguments with which `frame` runs ``__init__`` of `obj`, or None if `frame` runs another call."""
     code = frame.f_code
     if code.co_name != "__init__" or code.co_argcount == 0:
         return None

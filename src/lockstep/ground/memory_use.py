@@ -44,7 +44,7 @@ def memory_stats(device: torch.device) -> dict[str, int]:
 
 
 def _bytes(device: torch.device, name: str, key: str) -> int | None:
-    """Return the result of a function of the device's module, or else an entry of `memory_stats`; None if unknown."""
+    """Call the function ``name`` of the device's module; if it does not exist, return an entry of `memory_stats`."""
     ask = None if device.type == "cpu" else getattr(device_module(device), name, None)
     return memory_stats(device).get(key) if ask is None else int(ask(device))
 
@@ -63,7 +63,7 @@ def memory_peak(device: torch.device) -> int | None:
 
 
 def forget_memory_peak(device: torch.device) -> None:
-    """Start a new period for `memory_peak`, whose maximum starts at the number of bytes in use."""
+    """Reset the result of `memory_peak` to the number of bytes that are in use now."""
     forget = None if device.type == "cpu" else getattr(device_module(device), "reset_peak_memory_stats", None)
     if forget is not None:
         forget(device)

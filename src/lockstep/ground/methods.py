@@ -33,7 +33,7 @@ def replace_until(end: ExitStack, owner: object, name: str, value: object) -> No
 
 
 def innermost(method: Any) -> Any:
-    """Return the function that a method or wrapper calls in the end, without binding and without wrappers."""
+    """Return the plain function inside a bound method, a `partial`, a mock or a decorated function."""
     while True:
         if isinstance(method, partial):
             method = method.func
@@ -48,7 +48,7 @@ def innermost(method: Any) -> Any:
 
 
 def kept(part: object, *of_the_call: str) -> dict[str, Any]:
-    """Return the attributes that copies of an object should have, for the result of `__getstate__`.
+    """Return the attributes that an object's `__getstate__` should return, so that they are copied and pickled.
 
     Methods that the running Trainer call has replaced, to measure them, are omitted, because they refer to this object.
 
@@ -108,7 +108,7 @@ class CompiledForward:
 
 
 def has_compiled(module: nn.Module) -> bool:
-    """Return True if any layer of a module has been compiled, by the run, ``torch.compile`` or ``torch.jit``.
+    """Return True if any layer of a module has been compiled, by lockstep, ``torch.compile`` or ``torch.jit``.
 
     Hooks and modes that observe the module cannot see into a compiled layer.
     """

@@ -36,15 +36,15 @@ def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 
 def parts_with_values(tensors: Iterable[tuple[str, Tensor]]) -> Parts:
-    """Return the names and this rank's shards of tensors, without shards that cannot be searched for NaN.
+    """Return (name, shard of this rank) for each tensor whose shard can be searched for NaN.
 
-    Such shards are empty, or have a dtype or layout that torch cannot search.
+    A shard cannot be searched if it is empty, or has a dtype or layout that torch cannot search.
     """
     return [(name, part) for name, tensor in tensors if (part := _values_of(tensor)) is not None]
 
 
 def total_norm(parts: Parts) -> Tensor | None:
-    """Return the norm of all elements of the parts; None without parts.
+    """Return the norm over all elements of the shards in ``parts``; None if ``parts`` is empty.
 
     The norm is not finite if an element is not finite, or if it overflows.
     """
@@ -52,7 +52,7 @@ def total_norm(parts: Parts) -> Tensor | None:
 
 
 def names_not_finite(parts: Parts) -> list[str]:
-    """Return the names of the parts that contain NaN or Inf. Waits for the device once for each part."""
+    """Return the names of the shards in ``parts`` that contain NaN or Inf. Waits for the device once per shard."""
     return [name for name, part in parts if not bool(part.isfinite().all())]
 
 

@@ -87,7 +87,7 @@ class CombinedOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dict in the form of a single optimizer's, with all parameter groups."""
+        """Return one state dict, as if all parameter groups belonged to a single optimizer."""
         return merged([optimizer.state_dict() for optimizer in self.optimizers])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -133,7 +133,7 @@ class CombinedOptimizer(Optimizer):
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers inside a `CombinedOptimizer`, at any depth. For another optimizer, return a list of it."""
+    """Return the optimizers inside a `CombinedOptimizer`, at any depth. For any other, return ``[optimizer]``."""
     if not isinstance(optimizer, CombinedOptimizer):
         return [optimizer]
     return [part for each in optimizer.optimizers for part in parts_of(each)]
@@ -152,7 +152,7 @@ def class_of(optimizer: Optimizer) -> str:
 
 
 def by_parts(optimizer: Optimizer, state_of: Callable[[Optimizer], Mapping[str, Any]]) -> dict[str, Any]:
-    """Call ``state_of`` for each of the optimizers that an optimizer combines, and merge the state dicts."""
+    """Call ``state_of`` for ``optimizer``, or for each optimizer inside a combined one, and merge the state dicts."""
     if not isinstance(optimizer, CombinedOptimizer):
         return dict(state_of(optimizer))
     return merged([by_parts(each, state_of) for each in optimizer.optimizers])
@@ -195,7 +195,7 @@ def _check(optimizers: Sequence[Optimizer]) -> None:
 
 
 class _States(MutableMapping[Any, Any]):
-    """The states of several optimizers as one mapping, by parameter. Changes reach the optimizers."""
+    """Mapping from parameter to optimizer state over several optimizers. Changes are written to the optimizers."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -254,10 +254,7 @@ def _parameters(optimizer: Optimizer) -> Mapping[str, inspect.Parameter]:
 
 
 class EagerClosure:
-    """A closure that is evaluated before the optimizer gets it, so that the optimizer may call or ignore it.
-
-    The first call returns the loss that is already known, if weights and gradients are unchanged. Either way the
-    optimizer steps with the gradients of the accumulation window.
+    """A closure that is evaluated before it is passed to the optimizer, so that the optimizer may call or ignore it.
 
     The first call returns the loss that is already known, if weights and gradients are unchanged. Either way the
     optimizer steps with the gradients of the accumulation window.

@@ -93,7 +93,7 @@ def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:
 
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several, such as an embedding tied to the output layer.
+    """Return a list of names for each parameter with several names, such as an embedding tied to the output layer.
 
     Args:
         module: module to search, with its submodules.
@@ -116,7 +116,7 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
-    """In each list of names, replace all parameters by the parameter with the first name. Return the module.
+    """For each list of names, tie the parameters: assign the first one to all names. Return the module.
 
     Args:
         module: changed in place.
@@ -172,7 +172,7 @@ def whole_shapes(module: nn.Module) -> Iterator[None]:
 
 
 def parameters_outside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
-    """Return the parameters in ``optimizers`` that do not belong to ``module``, by their place in the optimizers.
+    """Return the parameters in ``optimizers`` that ``module.parameters()`` lacks, keyed by their optimizer and index.
 
     A module that stores parameters in a plain list, for example, does not list them.
     """
@@ -189,7 +189,7 @@ def parameters_outside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str
 
 
 def listed(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
-    """Iterate over the parameters of an optimizer. The iterator of a sharded list, which would wait, is not used."""
+    """Iterate over an optimizer's parameters by ``list.__iter__``, because a sharded list's own iterator would wait."""
     return list.__iter__(parameters) if isinstance(parameters, list) else iter(parameters)
 
 
@@ -216,13 +216,13 @@ KEPT = "_lockstep_keeps_dtype"
 
 
 def keep_dtype(layer: nn.Module, names: Iterable[str]) -> None:
-    """Mark parameters and buffers of a layer, so that they keep their dtype when the model is converted to another."""
+    """Mark parameters and buffers of a layer, so that a conversion of the model does not change their dtype."""
     vars(layer)[KEPT] = frozenset(names)
 
 
 @contextmanager
 def keeping_dtypes(module: nn.Module) -> Iterator[None]:
-    """Convert the module inside the block. Parameters and buffers marked by `keep_dtype` are restored at its end."""
+    """Restore parameters and buffers marked by `keep_dtype` after the block, which may convert the module's dtype."""
     named = [(layer, name) for layer in module.modules() for name in vars(layer).get(KEPT, ())]
     buffers = [(layer, name, layer._buffers[name]) for layer, name in named if name in layer._buffers]
     parameters = [layer._parameters.get(name) for layer, name in named if name in layer._parameters]

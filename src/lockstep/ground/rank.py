@@ -26,7 +26,7 @@ LIGHTNINGS = ("lightning", "lightning.pytorch", "pytorch_lightning")
 
 
 class _Screen(logging.Handler):
-    """Log handler that prints to stderr, unless logging is configured or a logger of Lightning has a higher level."""
+    """Log handler that prints to stderr, unless logging is configured or Lightning's loggers have a higher level."""
 
     def emit(self, record: logging.LogRecord) -> None:
         # INFO is the level that Lightning gives its own loggers on import.
@@ -169,7 +169,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 @dataclass(frozen=True)
 class Doing:
-    """Description of a function, from its mark by `does` or `waits`."""
+    """Description of what a function does, from the decorator `does` or `waits` on the function."""
 
     words: str  #: "saving a checkpoint"; "" if there are none
     waits: bool  #: True if the function itself waits for other ranks

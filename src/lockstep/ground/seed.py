@@ -63,7 +63,7 @@ def current_seed() -> int | None:
 
 
 def hand_down_seed(seed: int | None) -> None:
-    """Set the result of `current_seed` in a process that was just started. No generator is seeded.
+    """Set the seed that `current_seed` returns in a process that was just started, without seeding a generator.
 
     Raises:
         ValueError: the seed is not an integer or is out of bounds.
@@ -174,7 +174,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 
 def forked_random_numbers(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Return a context that restores the random states of the CPU and of devices of one type at its end."""
+    """Return a context that, on exit, restores the random states of the CPU and of devices of one type."""
     gpus = sorted({device for device in devices if device.type != "cpu"}, key=str)
     return torch.random.fork_rng(gpus, device_type=gpus[0].type if gpus else "cpu")
 

@@ -1,4 +1,4 @@
-"""Memory that the ranks on a host share. It is anonymous, or in a file that is deleted once all have opened it."""
+"""Memory shared by the ranks on a host: anonymous, or in a file that is deleted once all ranks have opened the file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Pages(NamedTuple):
 
 
 class _PageFile(NamedTuple):
-    """The path of a file with pages, and its identity, by which other processes find the file and recognize it."""
+    """Path and identity of a shared-memory file. Other processes open the path, and check the identity."""
 
     path: str
     space: str  #: the namespace of process ids in which the path is valid, "" for any
@@ -125,13 +125,13 @@ def _close(handle: int | None) -> None:
 
 
 def close_handle(pages: Pages | None) -> None:
-    """Close the file handle of pages. It is needed only for locks."""
+    """Close the file handle of shared memory. The handle is needed only for locks."""
     if pages is not None:
         os.close(pages.handle)
 
 
 def _make(make: Callable[[], tuple[int, str]], size: int) -> tuple[int, _PageFile] | None:
-    """Create a file of ``size`` bytes. Return its handle and how others find it, or None if that fails."""
+    """Create a file of ``size`` bytes. Return its handle and its `_PageFile`, or None if the creation fails."""
     try:
         handle, path = make()
     except OSError:
@@ -163,7 +163,7 @@ def _new_file(folder: str) -> tuple[int, str]:
 
 
 def space() -> str:
-    """Return an identifier of the namespace in which this process' id is valid, as of a container; "" if unknown."""
+    """Return an identifier of this process' PID namespace (each container may have its own); "" if unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

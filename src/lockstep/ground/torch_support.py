@@ -201,7 +201,7 @@ def refuse_without(feature: str, what: str, instead: str, more: tuple[Part, ...]
 
 
 def is_there(name: str) -> bool:
-    """Return True if the installed torch has a module, or an attribute of a module, of a class or of its instances."""
+    """Return True if the installed torch has ``name``, a module or an attribute of a module, class or instance."""
     return any(map(_is_there, name.split("|")))
 
 
@@ -263,7 +263,7 @@ def warn_of_untested_torch(version: str = torch.__version__) -> None:
 
 
 def untested_device_warning(kind: str, several: bool = False) -> str | None:
-    """Return a warning if this release of lockstep has never run on such devices. Return None if it has.
+    """Return a warning if this release of lockstep has never run on devices of this kind. Otherwise, return None.
 
     Args:
         kind: kind of the devices.

@@ -125,7 +125,7 @@ class HostMemory:
 
 
 class ReusedCopies:
-    """Copies of device storages in pinned CPU memory. The memory is used again when the tensors in a copy are freed.
+    """Copies of device storages in pinned CPU memory. The memory of a copy is reused after its tensors are freed.
 
     On the CPU, and for devices without pinned memory, each copy allocates new memory.
     """

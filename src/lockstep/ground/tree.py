@@ -221,7 +221,7 @@ def _other(value: object, keys: tuple[Any, ...]) -> Any:
 
 
 def can_be_read_back(value: object) -> bool:
-    """Return True if ``torch.load(weights_only=True)`` can read `value` back. The function tries it."""
+    """Return True if ``torch.load(weights_only=True)`` can read `value`, by saving and loading it."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

@@ -218,7 +218,7 @@ class Planned(Protocol):
 
 
 class Verified(Protocol):
-    """Result of `Trainer.verify`. It is true if the ranks train what one process trains. Print it for a report."""
+    """Result of `Trainer.verify`; truthy if the ranks train the same model as one process. Print it for a report."""
 
     @property
     def verdict(self) -> str:

@@ -1,4 +1,4 @@
-"""Attempts at a run that SLURM or ``lockstep run`` restarts. Ranks of earlier attempts may not touch checkpoints."""
+"""Attempts at a run that SLURM or ``lockstep run`` restarts. Ranks of earlier attempts must not change checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.ground.rank import log
 
 
 class Superseded(RuntimeError):
-    """Error on a rank of an earlier attempt that still runs. It prevents the rank from changing checkpoints."""
+    """Error raised on a rank that still runs an earlier attempt, to prevent the rank from changing checkpoints."""
 
 
 class Attempts(ABC):
@@ -77,7 +77,7 @@ class Attempts(ABC):
         """
 
     def claim(self) -> tuple[str, int] | None:
-        """On rank 0, return the file's path and the attempt's number for `join`. None if `join` needs neither."""
+        """On rank 0, return the file's path and the attempt's number for other ranks' `join`; None if not needed."""
         return None
 
     def join(self, claim: tuple[str, int]) -> None:  # noqa: B027, there may be nothing to take over
@@ -212,15 +212,15 @@ class Job(Attempts):
             self.write({**known, "attempt": self.attempt})
 
     def done(self, call: int) -> None:
-        """Let this process remove a finished fit's records when it exits. If the script has failed, they remain.
+        """Remove a finished fit's records when this process exits, unless the script has failed.
 
-        SLURM may stop and restart the job before, for instance during a test after the fit. Without the records, the
-        restarted script would train the fit again from the start.
+        SLURM may stop and restart the job before the exit, for instance during a test after the fit. Without the
+        records, the restarted script would train the fit again from the start.
         """
         EXIT_JOB.at_exit(self._forget, call)
 
     def _forget(self, call: int) -> None:
-        """Remove a fit's records. The attempt's number stays in the file, to keep earlier attempts off checkpoints."""
+        """Remove a fit's records. The attempt's number stays, so that earlier attempts cannot change checkpoints."""
         # keep the records if the script has failed after the fit
         if getattr(sys, "last_value", None) is not None:
             return
@@ -355,7 +355,7 @@ class Run(Attempts):
         return self._job.requeue()
 
     def _find(self, agents: Sequence[str]) -> tuple[str, dict[str, Any]]:
-        """Return the path and the content of the file of the run to which this attempt belongs; {} for a new run."""
+        """Return the path and the content of the file of this attempt's run. For a new run, the content is {}."""
         stem = f".lockstep-run-{self.name}-"
         names = [name for name in storage.names(self._folder) if name.startswith(stem) and name.endswith(".json")]
         files = {path: read(path) for path in (os.path.join(self._folder, name) for name in names)}
@@ -395,7 +395,7 @@ def remove_records(path: str, done: bool) -> None:
 
 
 def attempts_here(folder: str, cluster: object = None, environ: Mapping[str, str] = os.environ) -> Attempts | None:
-    """Return this process' attempt at a run that ``lockstep run`` or SLURM restarts. None without such a run.
+    """Return this process' attempt at a run that ``lockstep run`` or SLURM restarts; None if neither restarts it.
 
     Args:
         folder: folder of the file and the checkpoints.

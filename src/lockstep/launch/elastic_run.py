@@ -296,7 +296,7 @@ def _variables(plan: LaunchPlan, folder: Path, environ: Mapping[str, str]) -> di
 
 
 def _hosts_rendezvous(plan: LaunchPlan) -> bool:
-    """Return True if this node is the one on which the rendezvous of the nodes listens."""
+    """Return True if the rendezvous of several nodes listens on this node."""
     if plan.node_rank is not None:
         return plan.node_rank == 0
     assert plan.address is not None
@@ -341,7 +341,7 @@ def _agent(plan: LaunchPlan, hosts: bool, folder: Path) -> Agent:
 
 
 def _rendezvous_of_nodes(plan: LaunchPlan, hosts: bool) -> RendezvousHandler:
-    """Return the handler of a rendezvous of several nodes. With ``hosts``, it listens on this node."""
+    """Return the rendezvous handler for several nodes. With ``hosts``, the rendezvous listens on this node."""
     options = {
         "join_timeout": plan.patience,
         "last_call_timeout": 5,

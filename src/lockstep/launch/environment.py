@@ -204,7 +204,7 @@ def fix_cublas_workspaces() -> None:
 
 
 class ReservedPort:
-    """A port of this machine that other processes do not get until the ranks' store listens on it.
+    """A port of this machine that is reserved until the ranks' store listens on it.
 
     The port is bound without a listener. On Linux, a second socket with SO_REUSEADDR, such as the store's, can still
     listen on the port, and the system gives the port to no process that requests a free one. Other systems refuse the
@@ -342,7 +342,7 @@ except OSError:  # the folder was removed
 
 
 def inherit(environ: Mapping[str, str] = os.environ) -> None:
-    """Read this process' rank and seed from the environment. Let the process end with the parent that it names.
+    """Read this process' rank and seed from the environment. If a parent is given there, end when the parent ends.
 
     Called when `lockstep` is imported, so that `rank_zero_only` and a bare ``seed_everything()`` work in the lines of a
     script before its Trainer.
@@ -366,7 +366,7 @@ def inherit(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def bind_loader_workers() -> None:
-    """Let the system kill the loader workers of this process, if they are forks, as soon as it ends.
+    """Let the system kill this process' forked loader workers as soon as this process ends.
 
     Torch's workers check for their parent every 5 seconds. Workers that are not forked still rely on these checks.
     """

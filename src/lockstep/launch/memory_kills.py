@@ -54,7 +54,7 @@ class MemoryKills:
                 self._samples.popleft()
 
     def explain(self, process: int) -> str:
-        """Return words that explain a SIGKILL of the process by a lack of memory; "" if there was no lack."""
+        """Return an explanation if a SIGKILL of the process was, or may have been, due to a lack of memory; else ""."""
         with self._lock:
             own, before = self._files.get(process), self._samples[0][1]
         if own is not None:

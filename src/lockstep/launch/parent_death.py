@@ -51,7 +51,7 @@ def end_with(parent: int) -> None:
 
 
 def rank_preparation() -> Callable[[], None]:
-    """Return the function that a new rank calls first, to create a process group and to end with this process.
+    """Return the function that a new rank calls first, to get a POSIX process group and to end with this process.
 
     The system watches the thread that starts the rank. That thread must not end before the process.
     """
@@ -85,7 +85,7 @@ def _end_with_starter(prctl: Callable[..., int] | None, parent: int) -> None:
 
 
 def is_alive(process: int) -> bool:
-    """Return True if the process exists, even another user's."""
+    """Return True if the process exists, also if it belongs to another user."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

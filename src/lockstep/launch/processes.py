@@ -270,7 +270,7 @@ class RankProcesses:
             process.signal_group(number)
 
     def wind_up(self, at: float) -> None:
-        """End all ranks after a failure. Before that, give them time to raise their own errors and to save their state.
+        """End all ranks after a failure. First wait for the ranks to raise their own errors and to save their state.
 
         Args:
             at: time of the failure, on the clock of ``time.monotonic``.
@@ -302,7 +302,7 @@ class RankProcesses:
         self._on_failure()
 
     def _failed_since(self, rank: int, at: float) -> float:
-        """Return the time of the failure that a rank has reported; 0 if it has reported none since about ``at``."""
+        """Return the time of a rank's reported failure; 0 if there is none since `GRACE` seconds before ``at``."""
         failed_at = self._failed_at(rank)
         return failed_at if failed_at is not None and failed_at > at - GRACE else 0.0
 
@@ -346,7 +346,7 @@ class _Started:
         self._buried = False
 
     def end(self) -> int:
-        """Wait for the process to end, and return the exit code. Its id is not reused before :meth:`close`."""
+        """Wait for the process to end, and return the exit code. The process id is not reused before :meth:`close`."""
         code = None
         if hasattr(os, "waitid"):  # not on macOS
             with contextlib.suppress(ChildProcessError):
@@ -453,7 +453,7 @@ class Foreign:
 
 
 def stat_of(process: int | str) -> list[str]:
-    """Return the fields of ``/proc/<process>/stat`` from the state on. Pass ``"7/task/8"`` for a thread.
+    """Return the fields of ``/proc/<process>/stat``, starting with the state. Pass ``"7/task/8"`` for a thread.
 
     Raises:
         OSError: there is no such process, or the system has no /proc.

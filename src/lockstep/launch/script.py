@@ -92,7 +92,7 @@ class ScriptLauncher:
 
 
 def check_not_nested(world: World, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Raise an error if this process has inherited its rank from a parent process that is the rank itself.
+    """Raise an error if this process is a child process of a rank, and has only inherited the rank's variables.
 
     A script that a rank starts inherits the rank's variables. It would wait for ranks that do not expect it. Without an
     error, record this process' rank for its own child processes.
@@ -119,7 +119,7 @@ def check_not_nested(world: World, environ: MutableMapping[str, str] = os.enviro
 
 
 def check_first_call(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Raise an error if this rank's first call is not the call in which rank 0 started it.
+    """Raise an error if this rank's first call is not the call in which rank 0 started this rank.
 
     The first call of this rank is then one that rank 0 ran alone.
 

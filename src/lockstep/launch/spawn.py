@@ -204,7 +204,7 @@ def _on_one_host(world: World) -> dict[str, str]:
 
 @dataclass
 class Call:
-    """The call that the ranks make: the function, its arguments, and the World of local rank 0."""
+    """A call to run on all ranks: the function, its arguments, and the World of local rank 0."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -214,7 +214,7 @@ class Call:
 
 
 def _write(call: Call, file: IO[bytes], strategy: str) -> None:
-    """Write the call to a file, after the parts of this process' state on which its result may depend."""
+    """Write to a file the state of this process that may affect the call's result, such as seeds, and then the call."""
     pickle.dump([entry or os.getcwd() for entry in sys.path], file)
     surroundings = {
         "argv": sys.argv,
@@ -272,7 +272,7 @@ def _failure(
 
 
 def work(file: IO[bytes], result: str, mailbox: str, rank: str) -> None:
-    """Read the call from a file, and make it as a rank. This function is the entry point of new processes.
+    """Read the call from a file, and run it as a rank. This function is the entry point of new processes.
 
     Args:
         file: file with the call.
@@ -291,7 +291,7 @@ def work(file: IO[bytes], result: str, mailbox: str, rank: str) -> None:
 
 
 def run_rank(load: Callable[[], Call], result: int, mailbox: str, rank: int) -> NoReturn:
-    """Make the call as a rank, and end this process. Write the result to a file, or a failure to the mailbox.
+    """Run the call as a rank, and end this process. Write the result to a file, or a failure to the mailbox.
 
     Args:
         load: returns the call.

@@ -39,7 +39,7 @@ def here(devices: int | None, num_nodes: int, cluster: DescribesRanks | None = N
 
 
 def is_placed_by_cluster(cluster: DescribesRanks | None = None) -> bool:
-    """Return True if a cluster places the ranks and assigns devices, which otherwise lockstep does.
+    """Return True if a cluster, and not lockstep, places the ranks and assigns their devices.
 
     ``cluster`` is as for `here`.
     """

@@ -207,7 +207,7 @@ class WandbLogger(Logger):
 
     @rank_zero_only
     def unwatch(self, model: Module | None = None) -> None:
-        """Remove the hooks of :meth:`watch` from `model`, or from all models if it is None."""
+        """Remove the hooks of :meth:`watch` from `model`; if `model` is None, from all models."""
         self.experiment.unwatch(model)
 
     @rank_zero_only

@@ -273,7 +273,7 @@ def _report_start(session: Session) -> None:
 
 
 def _reconsider(session: Session) -> None:
-    """Replace the strategy that strategy="auto" chose by a planned one, before the fit of a large model."""
+    """Replace the strategy that ``strategy="auto"`` chose by that of a plan, before the fit of a large model."""
     if not session.chooses or not session.fitting:
         return
     # layers of `configure_model` are not counted: the hook may do anything, and is called once, later
@@ -501,7 +501,7 @@ def _tear_down(session: Session, release: Callable[[], None]) -> None:
 
 @contextmanager
 def _interruptible(session: Session) -> Iterator[None]:
-    """Let the first Ctrl-C end a fit at a window's end, another loop at a batch's end; the second raises at once."""
+    """Let the first Ctrl-C end a fit after its window, or another loop after its batch. The second raises at once."""
 
     def request_end() -> None:
         if not session.strategy.has_met:  # before the rendezvous there is no boundary
@@ -540,7 +540,7 @@ def leave_device(session: Session) -> None:
 
 
 def _move_to_cpu(strategy: Strategy) -> None:
-    """Move module and optimizer states to the CPU, unless the engine keeps them. Drop gradients on other devices."""
+    """Move module and optimizer states to the CPU if the engine permits. Set gradients on other devices to None."""
     module, device = strategy.module, strategy.root_device
     if module is None:  # the call ended before it was set up
         return

@@ -82,7 +82,7 @@ class ByClosure(Automatic):
         return outputs
 
     def _loss(self, has_samples: bool) -> Tensor | None:
-        """Return the window's loss for the closure; None if no step returned a loss and the optimizer needs none.
+        """Return the window's loss for the closure; None if no step returned one and the optimizer needs no loss.
 
         Args:
             has_samples: True if this rank has samples of each micro-batch.

@@ -174,7 +174,7 @@ def _find_classes(module: nn.Module, kinds: tuple[type[nn.Module] | str, ...]) -
 
 
 def _top_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module if it defines ``forward``, and the layers in it that its steps may call directly."""
+    """Yield the module if it defines ``forward``, and the submodules that its step methods may call directly."""
     if isinstance(module, LightningModule) and is_overridden("forward", module, LightningModule):
         yield module
     for child in module.children():

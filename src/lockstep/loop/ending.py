@@ -90,7 +90,7 @@ class FitEnding:
         return stop and self.in_epoch() is not None
 
     def act_on_signals(self) -> None:
-        """Handle a signal if the ranks have agreed that one interrupted the fit. Collective in that case."""
+        """Handle a received signal if the ranks have agreed to interrupt the fit. Collective in that case."""
         session, signals = self._session, self._session.signals
         if signals is None:
             return
@@ -139,7 +139,7 @@ class FitEnding:
         return reason
 
     def may_stop_early(self) -> bool:
-        """Return True if min_epochs and min_steps allow a requested stop. Log the first time that they delay a stop."""
+        """Return True if min_epochs and min_steps allow a requested stop. Log a message for the first delayed stop."""
         config, progress = self._session.config, self._session.fit.progress
         long_enough = progress.epoch >= config.min_epochs and progress.global_step >= config.min_steps
         if not long_enough and not self._has_reported:

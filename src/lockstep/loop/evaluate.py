@@ -169,7 +169,7 @@ class EvaluationLoop:
             strategy.sync_gradients = outer_sync
 
     def _warn_of_unread(self, returned: dict[str, Any]) -> None:
-        """Warn if a step returned numbers, as for old Lightning, in an evaluation in which nothing was logged."""
+        """Warn that numbers returned by a step are unused. Called after an evaluation in which nothing was logged."""
         step, end = f"{self.name}_step", f"on_{self.name}_batch_end"
         numbers = []
         for key, value in returned.items():
@@ -214,7 +214,7 @@ class EvaluationLoop:
         return _by_loader(values, len(self.feed.num_batches))
 
     def _pad(self, step: Callable[..., Any], position: tuple[Any, int, int], takes: int, transfer: Transfer) -> None:
-        """Run a step on a padding batch, because the forwards of ranks that still have batches wait for this rank."""
+        """Run a step on a padding batch, because forwards on ranks that still have batches need this rank."""
         session, results = self.session, self.session.results
         batch, batch_idx, loader = position
         with padding(session):

@@ -147,7 +147,7 @@ class FiniteWatch:
 
     @property
     def step_check(self) -> Callable[..., None] | None:
-        """Method to call with each loss and gradient norm (`note`); None if they are not watched."""
+        """The method `note`, to call with each loss and gradient norm; None if these are not watched."""
         return self.note if self.is_active else None
 
     def note(self, number: Tensor, what: str = "loss") -> None:
@@ -177,7 +177,7 @@ class FiniteWatch:
             self.take(floats([number for number, *_ in self._kept]))
 
     def numbers_to_read(self) -> list[Tensor]:
-        """Return stored losses and gradient norms, and the weights' norm, whose values the caller passes to `take`."""
+        """Return stored losses and gradient norms, and the norm of the weights. The caller passes them to `take`."""
         # on the CPU the next loss shows bad weights; a search at each logged step would cost more than all else here
         if not (self.is_active and self._waits):
             return []

@@ -92,17 +92,17 @@ class FitLoop(FitNames):
 
     @property
     def has_step(self) -> bool:
-        """True once :attr:`step` exists: set-up of a fit has created the optimizers."""
+        """True after the set-up of a fit has created the optimizers and :attr:`step`."""
         return "step" in vars(self)
 
     @property
     def feed(self) -> Feed | None:
-        """The feed that gives this rank its training batches, or None before the loaders are requested."""
+        """The feed, which yields this rank's training batches; None before the loaders are requested."""
         return self.session.fit.feed
 
     @property
     def current_epoch(self) -> int:
-        """The current epoch. If a fit resumes from an epoch's end, ``on_train_start`` already reads the next epoch."""
+        """The current epoch. In ``on_train_start`` of a fit that resumes at an epoch's end, this is the next epoch."""
         return self.progress.epoch + (self.in_train_start and self.progress.phase == EPOCH_END)
 
     @property
@@ -268,7 +268,7 @@ class FitLoop(FitNames):
             )
 
     def _warn_of_eval_mode(self) -> None:
-        """Warn about submodules in eval mode, in which some libraries return models. The fit does not change modes."""
+        """Warn about submodules in eval mode, because some libraries return models in it. The fit changes no modes."""
         parts = [name or type(part).__name__ for name, part in self.session.module.named_modules() if not part.training]
         if parts:
             others = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
@@ -315,7 +315,7 @@ class FitLoop(FitNames):
         return bool(every) and (loaded is None or self.session.fit.progress.epoch - loaded >= every)
 
     def _val_reload_due(self) -> bool:
-        """Return True if the validation loaders must be requested again; if so, record the current epoch for them.
+        """Return True if the validation loaders must be requested again, and then record the epoch of the request.
 
         Loaders of a sanity check count for the next epoch only if that epoch is validated, as in Lightning.
         """
@@ -357,7 +357,7 @@ class FitLoop(FitNames):
             )
 
     def _request_loaders(self, stage: str) -> Any:
-        """Request the loaders of a stage; their hook reads the epoch of their use as ``current_epoch``."""
+        """Request the loaders of a stage. In their hook, ``current_epoch`` is the first epoch that uses the loaders."""
         progress, every = self.session.fit.progress, self.session.config.reload_dataloaders_every_n_epochs
         epoch, of = progress.epoch, progress.train_loaded if stage == "train" else progress.val_loaded
         progress.epoch = epoch if of is None or not every else of
@@ -450,7 +450,7 @@ class FitLoop(FitNames):
         self._end_epoch(whole, feed)
 
     def _continue_after_batch(self, accumulate: int) -> bool:
-        """Finish what was due after the checkpoint's last batch; return True if that batch ended the epoch."""
+        """After a resume, validate and end the window if still due; return True if the epoch has no more batches."""
         progress, feed = self.session.fit.progress, self.session.fit.loaded
         progress.last = progress.last or progress.batch >= feed.num_batches
         at_end = progress.last or feed.batches_done(progress.batch, accumulate) == 0
@@ -534,7 +534,7 @@ class FitLoop(FitNames):
 
     @property
     def expects_validation(self) -> bool:
-        """True if the fit validates, or may validate, as long as its validation loaders are unknown."""
+        """True if the fit has validation batches, or may have some because its loaders are not yet requested."""
         feed = self.validation.feed
         return self.session.enable_validation and (feed is None or sum(feed.by_loader) > 0)
 

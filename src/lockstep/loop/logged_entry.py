@@ -131,7 +131,7 @@ class Entry:
         self.total, self.lost = NEUTRAL[self.op], 0.0
 
     def mark(self, micro_batch: int) -> None:
-        """Record, without a value, that rank 0 logs one in this micro-batch (``rank_zero_only=True``)."""
+        """Record that rank 0 logs a value in this micro-batch, but this rank does not (``rank_zero_only=True``)."""
         self.epoch_fresh, self.step_fresh = self.on_epoch, micro_batch if self.on_step else 0
 
     def learn_quick(self, value: object) -> None:
@@ -182,7 +182,7 @@ class Entry:
         return wide if type(wide) is Tensor or not hasattr(wide, "full_tensor") else wide.full_tensor()
 
     def _number(self, value: object) -> float:
-        """Convert a value that is no tensor, for example a NumPy number, to a float; raise if this is impossible."""
+        """Convert a value that is not a tensor, such as a NumPy number, to a float; raise if this is impossible."""
         try:
             if not isinstance(value, (str, bytes)):  # float() would accept "3"
                 return float(value)  # type: ignore[arg-type]
@@ -229,7 +229,7 @@ class Entry:
 
 
 def _reduced_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a reduced value: ``dtype`` if it is float32 or float64, else one of these two."""
+    """Return ``dtype`` if it is float32 or float64, else torch's default dtype if it is one of these, else float32."""
     if dtype in (torch.float32, torch.float64):
         return dtype
     default = torch.get_default_dtype()

@@ -161,7 +161,7 @@ class LogCollector:
         return self._tables[hook]
 
     def log(self, name: str, value: Any, options: Options, batch_size: float | None) -> None:
-        """Record a value; `LightningModule.log` calls this method for all values that its own fast path excludes."""
+        """Record a value. `LightningModule.log` calls this method for all values that its fast path does not handle."""
         if self._barebones:  # no entry is ever created, so `LightningModule.log` always ends here
             warn_once("self.log(...) records nothing under Trainer(barebones=True).", key="log in barebones mode")
             return
@@ -183,7 +183,7 @@ class LogCollector:
                 entry.learn_quick(value)
 
     def _open(self, name: str, options: Options) -> Entry:
-        """Return the entry for a new name, or for a known name with changed options, in the current hook."""
+        """Create the entry for a name that the current hook logs, or update the options of an existing entry."""
         if not isinstance(name, str):
             raise MisconfigurationException(
                 f"self.log({name!r}, ...): the name must be a str: `self.log({str(name)!r}, value)`."
@@ -215,7 +215,7 @@ class LogCollector:
         return known
 
     def _add_metric(self, entry: Entry, metric: Metric, weight: float) -> None:
-        """Record a torchmetrics object. Its own state gives the epoch's value; its last forward gives the step's."""
+        """Record a torchmetrics object, whose state yields the epoch's value, and the result of its last forward."""
         if entry.metric is not None and entry.metric is not metric and entry.epoch_fresh:
             kind = type(metric).__name__
             raise MisconfigurationException(NEW_METRIC.format(name=entry.key[2], hook=entry.key[0], metric=kind))
@@ -413,7 +413,7 @@ class LogCollector:
         return [(entry, value.to(entry.dtype)) for entry, value in zip(fresh, shown, strict=True)]
 
     def _local_parts(self, fresh: list[Entry], read: Reader) -> list[Part]:
-        """Return the numbers that this rank's row stores for each entry; copy all values on a device at once."""
+        """Return the numbers that this rank's row stores for each entry. Values on a device are copied together."""
         parts = [read(entry) for entry in fresh]
         numbers = floats([value if weight else 0.0 for value, weight, _ in parts])
         return [

@@ -218,7 +218,7 @@ class Instruments:
                 self._replace(datamodule, name, self.timed(action, getattr(datamodule, name)))
 
     def _time_feed(self, loop: Loop, action: str) -> None:
-        """Report as ``action`` the time to get each batch from the loaders that the loop will request."""
+        """Report the time to load each batch as ``action``, for all loaders that the loop requests later."""
         setup_data = loop.setup_data
 
         def timed_setup_data() -> None:

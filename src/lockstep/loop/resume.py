@@ -51,7 +51,7 @@ RankEntry = dict[str, Any]
 
 @dataclass
 class Resume:
-    """State of a fit that its checkpoints need, besides weights and optimizers, for a resume.
+    """State of a fit, besides weights and optimizers, that its checkpoints need for a resume.
 
     Attributes:
         entry: this rank's entry of the checkpoint, until training continues.
@@ -128,7 +128,7 @@ class SavedRanks:
 
     @property
     def has_logged_values(self) -> bool:
-        """True if the checkpoint has all ranks' logged values. A rank that saved alone has only its own."""
+        """True if the checkpoint has the logged values of all ranks; False if one rank saved it without the others."""
         return all("results" in part for part in self.of_replicas if part)  # an entry that was not read is empty
 
     def part_for(self, rank: int, replicas: ReplicaMap, cuts: bool, first_logs: bool) -> RankEntry:
@@ -198,7 +198,7 @@ def _saved(parts: Sequence[RankEntry], key: str) -> list[Any]:
 
 
 def at_window_start(part: RankEntry, restarts_epoch: bool) -> RankEntry:
-    """Convert a rank's entry for a resume that repeats the current window.
+    """Reset a rank's entry to the start of the current window, for a resume that repeats the window.
 
     Args:
         part: the rank's entry.
@@ -211,7 +211,7 @@ def at_window_start(part: RankEntry, restarts_epoch: bool) -> RankEntry:
 
 
 def _select(part: RankEntry, *keys: str) -> RankEntry:
-    """Return a dict with those of ``keys`` that ``part`` has."""
+    """Return a copy of ``part`` that contains only ``keys``."""
     return {key: part[key] for key in keys if key in part}
 
 
@@ -250,7 +250,7 @@ class RunBatches:
         flexible: bool,
         workers: int | None = None,
     ) -> BatchCounting:
-        """Return how a fit with these loaders counts its batches.
+        """Return the `BatchCounting`, the rules by which a fit with these loaders counts its batches.
 
         Args:
             config: config of the fit.
@@ -427,7 +427,7 @@ def _changed(before: Flags, now: Flags) -> dict[str, bool]:
 
 
 def _warn_of_changed_loaders(saved: BatchPlan, feed: Feed) -> bool:
-    """Warn and return True if the loaders of a resumed epoch give samples in a different order from before."""
+    """Warn and return True if the loaders of a resumed epoch yield samples in a different order than before."""
     now, before = feed.orders, saved.orders
     if before is None:
         return False

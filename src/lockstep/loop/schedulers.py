@@ -93,7 +93,7 @@ class Schedulers:
 
 
 def _explain_new_groups(scheduler: object) -> str | None:
-    """Return the cause of a scheduler's error if its optimizer has got further parameter groups; None otherwise."""
+    """Explain a scheduler's error if parameter groups were added to its optimizer. Return None otherwise."""
     optimizer = getattr(scheduler, "optimizer", None)
     parts = [scheduler, *getattr(scheduler, "_schedulers", ())]  # SequentialLR and ChainedScheduler have several
     known = [len(part.base_lrs) for part in parts if hasattr(part, "base_lrs")]

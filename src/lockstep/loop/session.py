@@ -445,7 +445,7 @@ class Session:
             self.agreement.request(self.interrupt_flag)
 
     def agree_on_stop(self) -> None:
-        """Exchange at the end of a window whether any rank has ``should_stop`` set. Collective."""
+        """Determine at the end of a window if any rank has set ``should_stop``. Collective."""
         # a flag that is up is the same on all ranks, so all skip the message together
         if not self.agreement.is_up(self.stop_flag):
             self.request_stop()
@@ -453,7 +453,7 @@ class Session:
 
     @does("agreeing on a stop")
     def agree_on_ending(self) -> None:
-        """Exchange between windows whether any rank requested a stop or was interrupted. Collective."""
+        """Determine between windows if any rank has requested a stop or was interrupted. Collective."""
         if self.world_size > 1:
             self.request_stop()
             self.agreement.now(self.stop_flag)

@@ -87,7 +87,7 @@ class Signals:
 
     @contextmanager
     def handle(self) -> Iterator[None]:
-        """Handle signals in the ``with`` block; after the block, send a SIGTERM again that the fit did not handle."""
+        """Handle signals in the ``with`` block; after the block, resend a SIGTERM that the fit did not handle."""
         asks = () if self.job is None else self.job.asks
         numbers = asks if is_under_lockstep() else (*asks, int(signal.SIGTERM))
         try:
@@ -129,7 +129,7 @@ class Signals:
         self._restart_clock()
 
     def _restart_clock(self) -> None:
-        """Restart the time until the next save, on rank 0."""
+        """On rank 0, restart the timer for the next save."""
         if self._clock is not None:
             self._clock.cancel()
         if self._keeps and self.session.is_global_zero:
@@ -138,7 +138,7 @@ class Signals:
             self._clock.start()
 
     def resume_from(self, asked: str | None) -> str | None:
-        """Return, on rank 0, the newest checkpoint of an earlier attempt at this run, or the script's ``ckpt_path``.
+        """On rank 0, return the newest checkpoint of an earlier attempt at this run. Otherwise, return ``asked``.
 
         Collective under ``lockstep run``.
         """

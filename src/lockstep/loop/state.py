@@ -166,7 +166,7 @@ def _finished_in_window(session: Session, progress: Progress) -> int:
 
 
 def _entries(session: Session, progress: Progress, done: int, start: dict[str, Any] | None, holds: bool) -> list[Any]:
-    """Return the ranks' entries for a checkpoint: on rank 0 all, on another rank only its own. Collective.
+    """Return the ranks' entries for a checkpoint: all on rank 0, or only its own if each rank writes one. Collective.
 
     Args:
         session: session of this rank.
@@ -223,7 +223,7 @@ def metric_states(module: torch.nn.Module, of: LogCollector | None = None) -> di
 
 
 def _loader_state(session: Session) -> dict[str, Any]:
-    """Return the state that this rank's training loaders had before the running batch, if a batch runs."""
+    """Return the state of this rank's training loaders. While a batch runs, return the state before that batch."""
     fit = session.fit
     return {} if fit.feed is None else fit.feed.state_dict(fit.progress.under_way)
 
@@ -446,7 +446,7 @@ def _call_load_hook(session: Session, checkpoint: dict[str, Any]) -> None:
 
 
 def _hashes_base(session: Session) -> bool:
-    """Return True if a fit hashes frozen weights when it starts, because a callback omits them or they are few."""
+    """Return True if a fit hashes its frozen weights at the start: a callback will omit them, or there are few."""
     will_save = any(getattr(callback, "save_trainable_only", False) for callback in session.checkpoint_callbacks)
     return will_save or session.base.elements <= frozen.SOON_HASHED
 

@@ -46,7 +46,7 @@ def taking(path: object, what: str) -> Iterator[None]:
 
 
 def load_weights(session: Session, saved: dict[str, Any], absent: Collection[str] = ()) -> None:
-    """Load a state dict into the session's module; its ``strict_loading`` decides about missing names.
+    """Load a state dict into the session's module. The module's ``strict_loading`` determines if names may be missing.
 
     Args:
         session: the session of the module.

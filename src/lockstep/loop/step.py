@@ -213,7 +213,7 @@ class Step:
 
     @contextmanager
     def without_absent(self) -> Iterator[None]:
-        """Make collectives raise in the ``with`` block, because ranks without samples do not run its user code."""
+        """Make collectives raise in the ``with`` block, whose user code does not run on ranks without samples."""
         self._strategy.absent = self.absent
         try:
             yield
@@ -459,7 +459,7 @@ class Automatic(Step):
         return None
 
     def _run_padding(self, micro_batch: TrainingBatch) -> None:
-        """Run the step on a rank without samples, as other ranks' forwards wait for it. Its gradients are ignored."""
+        """Run the step on a padding batch, because other ranks' forwards need this rank. Discard its gradients."""
         strategy, weights = self._strategy, self._fit.weights
         with padding(self._session):
             output = strategy.run(self.training_step, *self.arguments(micro_batch))
@@ -538,7 +538,7 @@ class StepParts:
             entry.step_fresh = 0
 
     def show(self) -> None:
-        """Log the values merged over all parts as the current micro-batch's, when the micro-batch ends."""
+        """At the end of a micro-batch, log the values merged over its parts as the micro-batch's values."""
         results = self._results
         for entry, value, weight in self._kept.pop(results.micro_batch, {}).values():
             entry.last, entry.last_weight, entry.step_fresh = value, weight, results.micro_batch
@@ -620,7 +620,7 @@ class Ahead(Step):
             yield
 
     def _part(self, micro_batch: TrainingBatch, number: int, losses: dict[int, Tensor]) -> MicroBatch:
-        """Return a micro-batch in the form that the engine takes."""
+        """Convert a micro-batch to a `MicroBatch`, the argument type of the engine's ``window``."""
         enter = partial(self._enter_part, micro_batch.weight, number)
         loss = partial(self._scaled_loss, micro_batch.share, losses, number)
         return MicroBatch(self.arguments(micro_batch), enter, loss, empty=micro_batch.weight == 0.0)

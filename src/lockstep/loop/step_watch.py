@@ -149,7 +149,7 @@ class StepWatch:
         return self._scaler is not None and self._scaler.left_out and self._strategy.copies.local_steps is None
 
     def _hide_gradients(self, owner: Optimizer) -> None:
-        """Hide an optimizer's gradients from a step that bypasses the loss scaler, if any of them is not finite."""
+        """Set gradients to None for an optimizer step that bypasses the loss scaler, if a gradient is not finite."""
         scaler = self._scaler
         assert scaler is not None
         if self._counts:

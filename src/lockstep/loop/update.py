@@ -194,7 +194,7 @@ class Update:
     # -- methods that users call ---------------------------------------------------------------------------
 
     def clip(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
-        """Clip the gradients of one optimizer. None means the Trainer's setting, 0 no clipping."""
+        """Clip the gradients of one optimizer. A value of None means the Trainer's setting; 0 means no clipping."""
         config = self._session.config
         own = config.gradient_clip_val
         if value is not None and own is not None and value != own:

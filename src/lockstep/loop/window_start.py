@@ -151,7 +151,7 @@ class WindowStart:
         self._read = state
 
     def state(self, batch: int, with_buffers: bool = True) -> dict[str, Any] | None:
-        """Return the copy for a checkpoint; None if the current window did not start after ``batch``.
+        """Return the copied state for a checkpoint; None if the current window did not start after ``batch`` batches.
 
         Args:
             batch: number of micro-batches in the epoch before the window.

@@ -66,7 +66,7 @@ def blocks_by(policy: Policy, root: nn.Module, alone: bool = True) -> list[nn.Mo
 
 
 def _by_function(policy: Callable[..., bool], module: nn.Module) -> tuple[list[nn.Module], int]:
-    """Return the layers that a policy function selects, and the number of elements in no selected layer.
+    """Return the layers that a policy function selects, and the number of parameter elements outside of these layers.
 
     The policy is called as in torch's first FSDP: should it descend into a layer, and should the rest be a group?
     """
@@ -89,7 +89,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _shared(root: nn.Module, block: nn.Module) -> tuple[str, str] | None:
-    """Return both names of a parameter that a block shares with layers outside of it; None if none is shared."""
+    """Return both names of a parameter that a block shares with a layer outside the block; None if there is none."""
     inside = {id(layer) for layer in block.modules()}
     own = {id(p): name for name, p in block.named_parameters()}
     for prefix, layer in root.named_modules():

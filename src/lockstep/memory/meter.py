@@ -181,7 +181,7 @@ class Activations:
 
     @contextmanager
     def _pausing(self, message: str) -> Iterator[None]:
-        """Disable saved-tensor hooks as torch's function does, but first remove the hooks of this object."""
+        """Disable saved-tensor hooks as torch's function does, after removing this object's own hooks for the block."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         mine = top is not None and top[0] == self._pack
         if mine:

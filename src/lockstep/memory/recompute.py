@@ -132,7 +132,7 @@ def recompute(module: nn.Module, layers: Layers = True, save: Save = None) -> Ca
 
 
 def _saving(save: Save) -> Contexts | None:
-    """Return a function that creates the contexts for both forwards if some outputs are stored; otherwise None."""
+    """Return a function that creates contexts for both forwards, to store outputs in ``save``; None without any."""
     if save is None:
         return None
     if isinstance(save, str):
@@ -262,7 +262,7 @@ class _FilledCache:
 
 
 def _copied(value: Any, tensors: list[Tensor]) -> Any:
-    """Copy a cache and the lists, dicts and layers in it, but not their tensors, which are added to ``tensors``."""
+    """Copy a cache with its lists, dicts and layers. Append the tensors to ``tensors`` instead of copying them."""
     if isinstance(value, Tensor):
         tensors.append(value)
     if isinstance(value, list):

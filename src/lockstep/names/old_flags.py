@@ -314,7 +314,7 @@ def _devices(old: Today, given: Today, translation: Translation, here: bool) -> 
 
 
 def _strategy(old: Today, given: Today, nodes: object, gpus: int | None) -> str | None:
-    """Return the strategy that replaces the old distributed backend, which depends on nodes and GPUs per node."""
+    """Return the strategy for the old distributed backend, given the number of nodes and of GPUs per node."""
     backend, is_open = old.get("distributed_backend"), given["strategy"] == "auto"
     several_nodes = isinstance(nodes, int) and nodes > 1
     # Without a backend several GPUs of one node were DataParallel in one process, and several nodes were

@@ -1,4 +1,4 @@
-"""The table of Lightning's import paths. A name has its place in lockstep, or a reason why it is refused.
+"""The table of Lightning's import paths: the place of each name in lockstep, or the reason why it is refused.
 
 This file also reads the table of methods that Lightning has removed.
 
@@ -36,7 +36,7 @@ from typing import Any
 
 
 class Refused(str):
-    """The reason why a name or a module is refused. The class distinguishes it from the place of a name."""
+    """The reason why a name or a module is refused: a class of its own, to distinguish reasons from places."""
 
     __slots__ = ()
 

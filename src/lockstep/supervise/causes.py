@@ -29,7 +29,7 @@ EXIT = "sys.exit("
 
 @dataclass(frozen=True)
 class Cause:
-    """Record of an exception that ended a rank's script or one of its calls."""
+    """Record of an exception that ended a rank's script or one of the rank's Trainer calls."""
 
     rank: int
     at: float  #: seconds on the clock that the processes of this machine share (``time.monotonic``)
@@ -60,7 +60,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Description of ranks whose calls do not match, so that they would wait for each other forever."""
+    """Description of ranks that wait for other ranks, for example forever because their calls do not match."""
 
     text: str
     trace: str = ""  #: the Python stacks of the ranks, to be printed before the text
@@ -159,7 +159,7 @@ def has_continued(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
 
 
 def has_left(position: RankPosition, call: int) -> bool:
-    """Return True if the rank has left the call with this number, or will never reach the call."""
+    """Return True if the rank has left the Trainer call with the number ``call``, or will never reach it."""
     return position.ended or position.call > call or (position.call == call and not position.inside)
 
 

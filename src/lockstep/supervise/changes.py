@@ -25,7 +25,7 @@ def later(snapshot: RankSnapshot, seconds: float) -> RankSnapshot:
 
 
 class Changes:
-    """Builder for messages with changed snapshots, to one receiver that has applied all earlier ones with `apply`."""
+    """Builder of messages with changed snapshots. The receiver must have applied all earlier messages by `apply`."""
 
     def __init__(self) -> None:
         self._known: dict[int, RankSnapshot] = {}  # as they were last sent

@@ -101,7 +101,7 @@ class CollectiveTrace:
     def collective(
         self, name: str, function: Callable[..., Any], strided: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """Return a wrapper of a collective that records the calls.
+        """Return a wrapper that records the calls of a collective.
 
         Args:
             name: one of `COLLECTIVES`.
@@ -111,7 +111,7 @@ class CollectiveTrace:
         return self._wrap(name, function, COLLECTIVES[name], name not in _SIMPLE, strided=strided)
 
     def message(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of a point-to-point operation that records the calls."""
+        """Return a wrapper that records the calls of a point-to-point operation."""
         return self._wrap(name, function, "tensor", nests=False, numbered=False)
 
     def composed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +119,7 @@ class CollectiveTrace:
         return self._wrap(name, function, COLLECTIVES[name], nests=True)
 
     def counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of a group's ``send`` or ``recv``, so that these do not count as collectives.
+        """Return a wrapper of a group's ``send`` or ``recv`` that excludes messages from the count of collectives.
 
         The backend's counter also counts messages.
         """
@@ -224,7 +224,7 @@ class CollectiveTrace:
         return start
 
     def _payload_of(self, names: list[str], payload: str) -> Callable[..., int]:
-        """Return a function that encodes the tensor and reduction of a call as the number of a word in the trace.
+        """Return a function that encodes a call's tensor and reduction as the number of a word (text) in the trace.
 
         The number is 0 for a call without a tensor.
         """
@@ -287,7 +287,7 @@ class CollectiveTrace:
     # -- words
 
     def _describe(self, tensor: Tensor, reduction: object) -> int:
-        """Return the number of the word in the trace that describes a tensor and its reduction. Add new words."""
+        """Return the number of the trace's word (text) for a tensor and its reduction. Add the word if it is new."""
         name = self._reductions.get(id(reduction))
         text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{' ?' if name is None else name}"
         found = self.memory.word("payload", text, tensor.numel())
@@ -305,7 +305,7 @@ class CollectiveTrace:
         return found, batch
 
     def _location(self, frame: FrameType | None) -> int:
-        """Return the number of the word for the innermost line of the user's code; 0 for calls by lockstep's loop."""
+        """Return the number of the word (text) for the user's innermost line; 0 for calls by lockstep's loop."""
         files = self._files
         while frame is not None:
             code = frame.f_code
@@ -327,7 +327,7 @@ class CollectiveTrace:
     # -- groups
 
     def _find(self, group: Any, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> TracedGroup | None:
-        """Return the record of a process group, or of the backend that carries the call if the group has several.
+        """Return the record of a process group or, if the group has several backends, of the one that runs the call.
 
         Return None if this rank is not a member, or the group does not exist.
         """
@@ -368,7 +368,7 @@ class CollectiveTrace:
 
 
 def _root_of(names: list[str]) -> Callable[..., int] | None:
-    """Return a function that reads the source or destination rank from a call's arguments, or -1 if that is no int.
+    """Return a function that reads the source or destination rank from a call's arguments; -1 if it is not an int.
 
     Return None for functions without such an argument.
     """
@@ -497,7 +497,7 @@ def uninstall_trace() -> None:
 
 
 def set_location(where: Callable[[], tuple[str, int]] | None) -> None:
-    """Set the function from which recorded calls get this rank's current hook and batch. None removes it."""
+    """Set the function that returns this rank's current hook and batch, for recorded calls. None removes it."""
     if _trace is not None:
         install_trace()
         _trace.where = where

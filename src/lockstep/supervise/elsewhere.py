@@ -58,7 +58,7 @@ AnswerQuestion = Callable[[bool], Iterable[RankSnapshot]]
 
 
 def soon(limit: float, size: int) -> float:
-    """Return for how many seconds a rank has to wait before its node reports its ranks to node 0.
+    """Return the number of seconds that a rank must have waited before its node sends a report to node 0.
 
     The time grows with the number of ranks, to limit the load on node 0.
 
@@ -104,21 +104,21 @@ class OtherRanks:
 
     @property
     def nodes(self) -> set[int]:
-        """Nodes that have to reply when this node asks for stacks: on node 0 all nodes, else only this node."""
+        """Nodes that have to reply when this node requests stacks: all nodes if it is node 0, else only this node."""
         return {0, *self._hub.nodes} if self._hub.node == 0 else {self._hub.node}
 
     def exchange(
         self, own: Sequence[RankSnapshot], limit: float, now: float, ask: AnswerQuestion, caught: str
     ) -> list[RankSnapshot]:
-        """Report this node's ranks to node 0, if a report is due. Return the ranks that this node knows.
+        """Report this node's ranks to node 0, if a report is due. Return all available snapshots.
 
-        Node 0 knows the ranks of all nodes, inside or outside a call. Other nodes know their own ranks only.
+        Node 0 has snapshots of the ranks of all nodes, inside or outside a call. Other nodes have those of their own.
 
         Args:
             own: snapshots of this node's ranks.
             limit: seconds of waiting after which the user gets a report.
             now: current time, on the clock of ``time.monotonic``.
-            ask: returns the answer to node 0's question.
+            ask: returns the reply to node 0's request for stacks.
             caught: a caught exception that ended a call on this node; "" without one.
         """
         # a rank may be waiting for something that can never happen
@@ -141,11 +141,12 @@ class OtherRanks:
     # -- node 0
 
     def request(self, now: float, is_new: bool = False) -> None:
-        """Ask all nodes for reports, and for their ranks' stacks if the newest request for these is unanswered.
+        """On node 0, request reports from all nodes, and stacks from those that have not replied to the newest request.
 
         Args:
             now: current time.
-            is_new: whether the question is new. If not, the message is dropped while the previous one still waits.
+            is_new: whether the request for stacks is new. If not, the message is dropped while the previous one is
+                buffered.
         """
         if self._hub.node == 0:
             self._requested_at = now
@@ -153,7 +154,7 @@ class OtherRanks:
             self._hub.send("wanted", body, newest=not is_new)
 
     def _receive_report(self, node: int, body: Mapping[str, Any]) -> None:
-        """On node 0, store another node's snapshots, and its reply to the newest question for stacks if it has one."""
+        """On node 0, store another node's snapshots, and its reply to the newest request for stacks if there is one."""
         now = time.monotonic()
         with self._lock:
             before = self._elsewhere.get(node, (0.0, {}))[1]
@@ -177,7 +178,7 @@ class OtherRanks:
 
     @property
     def has_question(self) -> bool:
-        """True if node 0 has asked for stacks and this node has not replied yet."""
+        """True if node 0 has requested stacks and this node has not replied yet."""
         return self._hub.node > 0 and self._newest_question[0] > self._answered
 
     def _report(self, own: Sequence[RankSnapshot], urgent: bool, now: float, answer: Mapping[str, Any]) -> None:
@@ -198,7 +199,7 @@ class OtherRanks:
             self._check_soon()
 
     def _reply_to_question(self, ask: AnswerQuestion, caught: str) -> dict[str, Any]:
-        """Return the reply to node 0's newest question: this node's ranks, with their stacks."""
+        """Return the reply to node 0's newest request for stacks: snapshots of this node's ranks, with stacks."""
         self._answered, wakes = self._newest_question
         return {"question": self._answered, "asked": [plain(each) for each in ask(wakes)], "caught": caught}
 
@@ -246,7 +247,7 @@ class NotesOfAll:
         hub.listen("compared", self._receive_reply)
 
     def compare(self, notes: list[dict[str, Any]]) -> Divergence | None:
-        """On node 0, compare all ranks' calls in the noted collectives. Return the mismatch, or None.
+        """On node 0, compare all ranks' calls in the collectives of ``notes``. Return the mismatch, or None.
 
         May block for a moment.
         """

@@ -80,7 +80,7 @@ def location_of(snapshot: RankSnapshot, note: Note) -> str:
 
 
 def stopped(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
-    """Describe stopped ranks for which others wait; None without such ranks. Ranks under a debugger do not count."""
+    """Describe stopped ranks for which other ranks wait, or return None. Ranks under a debugger do not count."""
     halted = [snapshot for snapshot in snapshots if snapshot.state == STOPPED and snapshot.stopped >= HALTED]
     waiting = [snapshot for snapshot in snapshots if snapshot.state in (RUNS, SLEEPS) and snapshot.waited >= HALTED / 2]
     if not halted or not waiting:

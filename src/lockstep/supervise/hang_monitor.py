@@ -40,7 +40,7 @@ class WaitLimits:
 
     @classmethod
     def of(cls, positions: Sequence[RankPosition]) -> WaitLimits:
-        """Return the limits that the ranks have set. For each limit, the first rank that has set it counts."""
+        """Return the limits that the ranks have set. Each limit is taken from the first rank that has set it."""
         timeouts = (position.hang_timeout for position in positions if position.hang_timeout is not None)
         kills = (position.hang_kill for position in positions if position.hang_kill is not None)
         return cls(next(timeouts, math.inf), next(kills, math.inf))
@@ -108,7 +108,7 @@ class HangMonitor:
 
     @property
     def is_proving(self) -> bool:
-        """True while a question for stacks or a reply to one is pending, so that the next check should follow soon."""
+        """True while a request for stacks or the reply to it is pending, so that the next check should follow soon."""
         must_answer = self.others is not None and self.others.has_question and not self._is_ending
         return must_answer or self._question.is_open or self._proof.is_pending
 
@@ -184,7 +184,7 @@ class HangMonitor:
         limits: WaitLimits,
         now: float,
     ) -> Divergence | None:
-        """Return the reason to end the run from all known ranks, or None to continue.
+        """Decide from all known ranks if the run has to end. Return the reason, or None to continue.
 
         Args:
             everybody: all known ranks, inside or outside a call.
@@ -243,7 +243,7 @@ class HangMonitor:
         return True
 
     def _put(self, own: Sequence[RankSnapshot], now: float, kept: Mapping[int, RankSnapshot] | None = None) -> None:
-        """Ask all nodes for their ranks' stacks. If ``kept`` has earlier replies, ask about stopped ranks only."""
+        """Request the ranks' stacks from all nodes; with earlier replies in ``kept``, only those of stopped ranks."""
         self._question.put(now, kept)
         if self.others is not None:
             self.others.request(now, is_new=True)
@@ -312,7 +312,7 @@ class HangMonitor:
         return snapshot if since is None else replace(snapshot, held=max(0.0, snapshot.at - since))
 
     def _answers(self, own: Iterable[RankSnapshot], now: float, wakes: bool) -> dict[int, RankSnapshot]:
-        """Return this node's ranks with their stacks. With ``wakes``, return only stopped ranks, and continue them."""
+        """Return this node's ranks with their stacks. With ``wakes``, return only stopped ranks, and resume them."""
         if wakes:
             # A stopped rank answers before it continues. The run ends then in any case.
             halted = [(each, each.position) for each in own if each.stopped >= HALTED]
@@ -320,7 +320,7 @@ class HangMonitor:
         return {each.rank: self._with_stack(each, now) for each in own}
 
     def _with_stack(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
-        """Return a copy of the snapshot that contains the rank's current stack, or a loader worker's stack as well.
+        """Return a copy of the snapshot with the rank's stack and, while the rank loads data, a loader worker's stack.
 
         A rank's process with a runnable thread counts as running.
         """

@@ -143,7 +143,7 @@ def brief(stack: Stack, most: int = SHORT) -> str:
 
 
 def has_left_call(position: RankPosition, waiting: Sequence[int], where: str) -> str:
-    """Describe a rank that has left a call, or made none, while other ranks wait for it."""
+    """Describe a rank that has left a Trainer call, or made none, while other ranks wait for the rank."""
     did = f"left the call at {position.location}" if position.call else "made no call"
     if position.ended:
         did += " and ended"
@@ -190,7 +190,7 @@ def missing_ranks(missing: Iterable[RankSnapshot], waiting: Iterable[RankSnapsho
 
 
 def long_wait(seconds: float, others: Iterable[RankSnapshot], waiting: Iterable[RankSnapshot]) -> str:
-    """Describe the ranks that have waited for ``seconds``, and before these, the ranks for which they may wait."""
+    """Describe ranks that the others may wait for, followed by the ranks that have waited for ``seconds``."""
     return f"for {seconds:.0f} s, {'; '.join(filter(None, [describe_all(others), describe_all(waiting)]))}"
 
 

@@ -65,7 +65,7 @@ class Mailbox:
             return sorted(self._causes.values(), key=lambda cause: cause.at)
 
     def positions(self) -> dict[int, RankPosition]:
-        """Return the latest position of each rank that has made a call, by rank."""
+        """Return the latest `RankPosition` of each rank that has made a Trainer call, by rank."""
         with self._lock:
             self._read_new()
             return dict(self._positions)
@@ -81,7 +81,7 @@ class Mailbox:
         leave_note(self.address, note)
 
     def is_inside(self, rank: int) -> bool:
-        """Return True if the rank is inside a call."""
+        """Return True if the rank is inside a Trainer call."""
         position = self.positions().get(rank)
         return position is not None and position.inside
 
@@ -90,7 +90,7 @@ class Mailbox:
         return bool(self.others(JOINED))
 
     def is_someone_ending(self) -> bool:
-        """Return True if a failed rank is still in its call, where it may be saving its state."""
+        """Return True if a failed rank is still in its Trainer call, where it may be saving its state."""
         with self._lock:
             self._read_new()
             positions = self._positions

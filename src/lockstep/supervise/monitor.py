@@ -117,7 +117,7 @@ class RankMonitor:
         self.hangs.traces.close()
 
     def positions(self) -> dict[int, RankPosition]:
-        """Return the positions of this node's ranks and of the ranks on ended nodes, by rank."""
+        """Return the `RankPosition` of this node's ranks and of the ranks on ended nodes, by rank."""
         others = self.hangs.others
         return {**self.own_positions(), **({} if others is None else others.ended)}
 
@@ -128,18 +128,18 @@ class RankMonitor:
 
     @property
     def caught_elsewhere(self) -> str:
-        """The caught exception that ended a call on another node, if that node has ended; "" without one."""
+        """The caught exception that ended a Trainer call on another node, if that node has ended; "" without one."""
         return "" if self.hangs.others is None else self.hangs.others.caught_at_end
 
     def _caught(self, positions: Mapping[int, RankPosition]) -> Cause | None:
-        """Return an exception that ended a call on this node and that the script caught. Return None without one."""
+        """Return an exception that ended a Trainer call on this node and that the script caught; None without one."""
         return next((note for note in self._mailbox.read() if was_caught(note, positions)), None)
 
     def _text_of(self, caught: Cause | None) -> str:
         return "" if caught is None else with_host(caught, self.host)
 
     def own_positions(self) -> dict[int, RankPosition]:
-        """Return the positions of this node's ranks, including ended ranks, by rank."""
+        """Return the `RankPosition` of this node's ranks, including ended ranks, by rank."""
         positions = self._mailbox.positions()
         for rank, at in self._ended().items():
             there = positions.get(rank) or RankPosition(rank, at, 0, False, "")
@@ -240,7 +240,7 @@ class RankMonitor:
         return None
 
     def _failed(self, inside: dict[int, RankPosition], now: float) -> Verdict | None:
-        """Return a verdict if a rank has reported an exception but does not leave its call. Return None otherwise."""
+        """Return a verdict if a rank has reported an exception but does not leave its Trainer call; None otherwise."""
         for cause in self._mailbox.read():
             position = inside.get(cause.rank)
             if position is None or position.call != cause.call or now - cause.at < LEAVE_TIMEOUT or cause.is_interrupt:

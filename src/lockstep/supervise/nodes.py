@@ -1,4 +1,4 @@
-"""Agreement of several nodes on the first cause. Each node reports the cause that it knows, and node 0 decides."""
+"""Agreement of several nodes on the first cause. Each node reports the cause that it found, and node 0 decides."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Nodes:
             self.hub.send("claim", body, to=0)
 
     def query(self, body: dict[str, Any]) -> None:
-        """Ask all other nodes whether their ranks caused the lost connections of a rank on this node.
+        """Send a query to all other nodes: have their ranks caused the lost connections of a rank on this node?
 
         The ranks of those nodes may have failed, or may have left the rank's call.
         """
@@ -135,7 +135,7 @@ class Nodes:
             self.hub.send("asked", body)
 
     def has_to_wait(self) -> bool:
-        """Return True while this node has to stay, because ranks of other nodes may still wait for its ranks.
+        """Return True while this node must keep running, because ranks of other nodes may still wait for its ranks.
 
         This node's ranks have left a call by ``sys.exit()``.
 

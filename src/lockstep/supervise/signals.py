@@ -81,7 +81,7 @@ def handling(
 
 
 def is_under_lockstep(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if lockstep started this process as a rank, which then gets SIGTERM only after a failure."""
+    """Return True if lockstep started this process as a rank. Such ranks receive SIGTERM only after a failure."""
     return environ.get(PARENT) == str(os.getppid())
 
 
@@ -117,7 +117,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def send_again(number: int) -> None:
-    """Send a signal to this process once more, so that its default action follows after handlers have been removed."""
+    """Send a signal to this process again after handlers have been removed, so that its default action runs."""
     for stream in (sys.stdout, sys.stderr):
         # the reader is gone, or the stream is missing
         with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""Proof of a hang: two consecutive questions for the stacks of idle ranks, to all nodes, get equal replies."""
+"""Proof of a hang: two consecutive requests to all nodes for the stacks of idle ranks return equal stacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIN_PAUSE = 1.0
 """Minimum seconds until the next question, if an idle rank could not answer."""
 
 UNANSWERED = 5.0
-"""Seconds for which a question waits for nodes that do not answer."""
+"""Seconds for which a request waits for nodes that do not reply."""
 
 MAX_PAUSE = 60.0
 """Maximum seconds between failed proofs."""
@@ -38,13 +38,13 @@ def is_idle(snapshot: RankSnapshot) -> bool:
 
 
 class StackQuestion:
-    """A question to all nodes for the stacks of their ranks, with the replies. At most one question is open.
+    """A request to all nodes for the stacks of their ranks, with the replies. At most one request is open.
 
     Attributes:
-        number: number of the newest question.
-        put_at: when the question was asked.
-        wakes: whether the question is for the stopped ranks, which continue after their replies. Earlier replies of
-            all others are kept.
+        number: number of the newest request.
+        put_at: when the request was sent.
+        wakes: whether the request is for the stopped ranks, which continue after their replies. Earlier replies of
+            all other ranks are kept.
         is_open: whether the replies have not been evaluated yet.
     """
 
@@ -57,29 +57,29 @@ class StackQuestion:
         self._lock = threading.Lock()  # answers of other nodes arrive in another thread
 
     def put(self, now: float, kept: Mapping[int, RankSnapshot] | None = None) -> None:
-        """Start a new question.
+        """Open a new request.
 
         Args:
             now: current time.
-            kept: earlier answers, if only stopped ranks are asked now.
+            kept: earlier replies, if the request is for stopped ranks only.
         """
         with self._lock:
             self.number, self.put_at, self.is_open = self.number + 1, now, True
             self.wakes, self._kept, self._answers = kept is not None, kept or {}, {}
 
     def take(self, node: int, number: int, answers: Mapping[int, RankSnapshot]) -> None:
-        """Store a node's reply. Replies to older questions are ignored."""
+        """Store a node's reply. Replies to older requests are ignored."""
         with self._lock:
             if number == self.number:
                 self._answers[node] = answers
 
     def is_answered(self, nodes: Collection[int]) -> bool:
-        """Return True if all of the given nodes have replied to the open question."""
+        """Return True if all of the given nodes have replied to the open request."""
         with self._lock:
             return self.is_open and self._answers.keys() >= set(nodes)
 
     def answers(self, nodes: Collection[int], now: float) -> dict[int, RankSnapshot] | None:
-        """Close the question and return the replies, by rank. Return None while a node has still to reply.
+        """Close the request and return the replies, by rank. Return None while a node has not replied yet.
 
         A node that does not reply in time is no longer awaited.
         """
@@ -91,9 +91,9 @@ class StackQuestion:
 
 
 class StackProof:
-    """Conclusion that ranks wait forever, from equal replies to two consecutive questions.
+    """Conclusion that ranks wait forever, from equal replies to two consecutive requests for stacks.
 
-    The second question is asked after all replies to the first have arrived. If both replies are equal, there was a
+    The second request is sent after all replies to the first have arrived. If both replies are equal, there was a
     moment at which all ranks were at the reported lines.
 
     Args:
@@ -107,11 +107,11 @@ class StackProof:
 
     @property
     def is_pending(self) -> bool:
-        """True if a first question has found a possible hang, which a second question has to confirm."""
+        """True if a first request has found a possible hang, which a second request has to confirm."""
         return self._before is not None
 
     def is_due(self, every: Sequence[RankSnapshot], now: float) -> bool:
-        """Return True if the next question should be asked now, because ranks may be waiting forever.
+        """Return True if the next request should be sent now, because ranks may be waiting forever.
 
         Args:
             every: all known ranks, including ranks that have left their call or ended.
@@ -132,9 +132,9 @@ class StackProof:
     def conclude(
         self, every: Sequence[RankSnapshot], answers: Mapping[int, RankSnapshot], now: float
     ) -> Divergence | None:
-        """Return the hang that these replies and the previous replies prove. Otherwise, return None.
+        """Return the hang that ``answers`` and the previous replies prove, or None.
 
-        The method also schedules the next question.
+        The method also schedules the next request.
         """
         if not self._is_suspect(every):
             self._before = None

@@ -107,7 +107,7 @@ def _batch() -> str:
 
 
 def set_phase_source(where: Callable[[], tuple[str, int]] | None) -> None:
-    """Set the function from which replies get the current hook and batch. None removes the function."""
+    """Set the function that returns the current hook and batch, for replies. None removes the function."""
     global _where
     _where = where
 
@@ -115,7 +115,7 @@ def set_phase_source(where: Callable[[], tuple[str, int]] | None) -> None:
 def is_there(answers: str) -> bool:
     """Return True if the process that made an :func:`offer` still runs.
 
-    The result is False if another process has got its id since.
+    The result is False if another process has received its id since.
     """
     return bool(answers) and _is_file(*answers.split(":")[:2])
 

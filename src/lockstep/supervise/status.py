@@ -96,7 +96,7 @@ def record_call(rank: int, address: str, called: str = "", launched: bool = Fals
 
 
 def count_call_without_ranks() -> None:
-    """Count a call that this process runs alone or in temporary processes, before ranks are started."""
+    """Count a Trainer call that this process runs alone or in temporary processes, before ranks are started."""
     _rank.before += 1
 
 
@@ -106,7 +106,7 @@ def calls_before() -> int:
 
 
 def record_failure(error: BaseException, rank: int | None = None, address: str = "") -> None:
-    """Report an exception that ends a call to the supervisor. Repeated reports of an exception do nothing.
+    """Report to the supervisor an exception that ends a Trainer call. Reporting it again does nothing.
 
     Args:
         error: the exception.
@@ -136,7 +136,7 @@ def record_join() -> None:
 
 
 def report_to(address: str) -> None:
-    """Write all further reports to a mailbox. The first report is that of the current call."""
+    """Write all further reports to a mailbox. The first report describes the current Trainer call."""
     _rank.address = address
     if _rank.location:
         _note_position(_rank.location, inside=True)
@@ -333,9 +333,9 @@ class _Hook:
 
 
 def _drop_lost(error: BaseException) -> None:
-    """Remove errors about lost connections from the context of a KeyboardInterrupt, in which they are no news.
+    """Remove errors about lost connections from the context of a KeyboardInterrupt, because they add no information.
 
-    All ranks were interrupted.
+    All ranks were interrupted, so lost connections are expected.
     """
     each: BaseException | None = error
     while each is not None:

@@ -202,7 +202,7 @@ class Supervisor:
             self._put("gone")
 
     def _receive_signals(self) -> None:
-        """Receive the signals that arrived at local rank 0 and that it wrote to its pipe. Runs in a thread."""
+        """Receive the signals that local rank 0 has received and written to its pipe. Runs in a thread."""
         poll = select.poll()
         poll.register(self._signal_pipe, select.POLLIN)
         while True:
@@ -220,7 +220,7 @@ class Supervisor:
         return next((note["code"] for note in self._mailbox.others("left") if note["left"] == rank), None)
 
     def _is_excused(self, rank: int, code: int | None) -> bool:
-        """Return True if a signal that a scheduler sent to all ranks ended this rank. Its end is then no failure."""
+        """Return True if a signal that a scheduler sent to all ranks ended this rank. Its end is then not a failure."""
         if self._starts_ranks or self._first is not None:
             return False
         # the same signal may not have arrived here yet
@@ -302,7 +302,7 @@ class Supervisor:
         return self._first is None and bool(self._processes.failed or self._exit_causes)
 
     def _find_cause(self) -> None:
-        """Report the first cause if it has become certain. Otherwise, ask the other nodes once."""
+        """Report the first cause if it has become certain. Otherwise, query the other nodes once."""
         if not self._is_open():
             return
         found: First | None
@@ -324,9 +324,9 @@ class Supervisor:
                     )
 
     def _on_question(self, body: Message) -> None:
-        """Handle another node's question about lost connections. Report the first cause if it is on this node.
+        """Handle another node's query about lost connections. Report the first cause if it is on this node.
 
-        It is here if a rank of this node has caught an exception in its call, or has left the call.
+        The cause is here if a rank of this node has caught an exception in its call, or has left the call.
         """
         if self._first is not None or self._nodes.decided is not None:
             return

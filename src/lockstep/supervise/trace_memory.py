@@ -91,7 +91,7 @@ class Members(tuple[int, ...]):
 
 @functools.lru_cache(maxsize=4096)
 def shared(members: tuple[int, ...]) -> Members:
-    """Return the `Members` object for these ranks. Equal arguments give the same object."""
+    """Return the `Members` object for these ranks. Equal arguments return the same object."""
     return Members(members)
 
 
@@ -195,7 +195,7 @@ class TraceMemory:
         self.enter, self.leave, self.complete, self.queue = _writers(self._memory, self._longs, self._times, shorts)
 
     def word(self, kind: str, *value: object) -> int:
-        """Return the number of a word in the trace. Store the word if it is new. Return 0 if the memory is full.
+        """Return the number of a word (text) in the trace. Store the word if it is new. Return 0 if the memory is full.
 
         Args:
             kind: one of `KINDS`.
@@ -314,7 +314,7 @@ class Reading:
 
     @property
     def count(self) -> int:
-        """Number of notes that the process has written so far."""
+        """Number of collectives that the process has recorded so far."""
         return self._long(_COUNT)
 
     @property
@@ -327,11 +327,11 @@ class Reading:
         return bool(time.monotonic() - at < 2 * LAG)
 
     def newest(self, most: int = 8) -> list[Note]:
-        """Return the newest notes, the newest first."""
+        """Return the notes of the newest collectives, the newest first."""
         return self.notes(self.count - most + 1)[::-1]
 
     def notes(self, first: int) -> list[Note]:
-        """Return the notes from index ``first`` that are still in the ring buffer, in order."""
+        """Return the notes of collectives from index ``first`` on that are still in the ring buffer, in order."""
         count = self.count
         found = (self._note(index) for index in range(max(1, first, count - ENTRIES + 2), count + 1))
         return [note for note in found if note is not None]

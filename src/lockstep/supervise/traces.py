@@ -26,7 +26,7 @@ RankCalls = tuple[list[int], str, Note]
 
 
 class Histories:
-    """Comparison of the notes that all ranks have of each collective, as these notes arrive."""
+    """Comparison of all ranks' notes about each collective, which continues as new notes arrive."""
 
     def __init__(self) -> None:
         self._open: dict[CollectiveKey, dict[int, Note]] = {}
@@ -70,7 +70,7 @@ class _Trace:
     read: int = 0
 
     def new(self) -> list[Note]:
-        """Return the notes that have not been compared yet, and mark them as compared."""
+        """Return the notes of collectives that have not been compared yet, and mark these as compared."""
         count = self.reading.count
         first, self.read = max(self.read + 1, count - MOST + 1), count
         return self.reading.notes(first) if first <= count else []
@@ -92,7 +92,7 @@ class Traces:
         self._lock = threading.RLock()  # reading changes the cached words
 
     def open(self, positions: Mapping[int, RankPosition]) -> None:
-        """Open the traces of ranks while their processes live."""
+        """Open the traces of ranks whose processes still run."""
         with self._lock:
             for rank, position in positions.items():
                 known = self._traces.get(rank)
@@ -111,14 +111,14 @@ class Traces:
 
     @property
     def positions(self) -> dict[int, RankPosition]:
-        """Positions of the ranks with open traces, by rank."""
+        """`RankPosition` of each rank with an open trace, by rank."""
         with self._lock:
             return {rank: trace.position for rank, trace in sorted(self._traces.items())}
 
     # -- one rank
 
     def newest(self, rank: int, most: int = RECENT) -> tuple[Note, ...]:
-        """Return the newest notes of a rank, the newest first."""
+        """Return the notes of a rank's newest collectives, the newest first."""
         with self._lock:
             trace = self._traces.get(rank)
             return () if trace is None else tuple(trace.reading.newest(most))
@@ -130,7 +130,7 @@ class Traces:
             return trace is not None and trace.reading.is_watched
 
     def waits_since(self, rank: int) -> float | None:
-        """Return the time at which a rank entered its current collective; None if it is in none, or if unknown."""
+        """Return the time at which a rank entered its current collective; None if there is none, or if unknown."""
         newest = self.newest(rank, 1)
         return newest[0].entered if newest and newest[0].inside and not newest[0].aside else None
 

@@ -102,7 +102,7 @@ class EquivalenceReport:
 
     @property
     def first(self) -> tuple[RankDifference, ...]:
-        """Differences of the first kind in the first step that has any; all later differences may follow from them."""
+        """The first differences: those of one kind in the first differing step. All later ones may follow from them."""
         start = self.differences[:1]
         return tuple(d for d in self.differences if (d.step, d.what) == (start[0].step, start[0].what))
 
@@ -372,7 +372,7 @@ class _Observation:
     tensors: dict[str, Tensor | None]
 
     def key(self) -> tuple[Any, ...]:
-        """Return step, kind and names, which must be equal in two runs for a comparison."""
+        """Return (step, kind, parameter names). Two observations can be compared only if their keys are equal."""
         return self.step, self.what, list(self.tensors)
 
 

@@ -1,4 +1,4 @@
-"""Find settings before a fit: a learning rate, and the largest batch that fits the device."""
+"""Tuner, which finds settings before a fit: a learning rate, and the largest batch that fits the device."""
 
 from __future__ import annotations
 

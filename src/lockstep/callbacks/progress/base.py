@@ -212,32 +212,32 @@ class ProgressBar(Callback):
 
     @property
     def sanity_check_description(self) -> str:
-        """Description of the sanity check."""
+        """Label of the bar for the sanity check."""
         return "Sanity Checking"
 
     @property
     def train_description(self) -> str:
-        """Description of training before its first epoch."""
+        """Label of the training bar before its first epoch."""
         return "Training"
 
     @property
     def validation_description(self) -> str:
-        """Description of validation."""
+        """Label of the bar for validation."""
         return "Validation"
 
     @property
     def test_description(self) -> str:
-        """Description of testing."""
+        """Label of the bar for testing."""
         return "Testing"
 
     @property
     def predict_description(self) -> str:
-        """Description of prediction."""
+        """Label of the bar for prediction."""
         return "Predicting"
 
     @property
     def epoch_description(self) -> str:
-        """Description of the current epoch: ``Epoch 3/9``, where 9 is the number of the last epoch, if known."""
+        """Label of the bar in the current epoch: ``Epoch 3/9``, where 9 is the number of the last epoch, if known."""
         last = self.trainer.max_epochs
         return f"Epoch {self.trainer.current_epoch}" + (f"/{last - 1}" if last is not None and last > 0 else "")
 
@@ -269,7 +269,7 @@ class ProgressBar(Callback):
     total_predict_batches_current_dataloader = total_val_batches_current_dataloader
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Return True if ``dataloader_idx`` differs from the previous call's."""
+        """Return True if ``dataloader_idx`` differs from that of the previous call."""
         before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
         return before != dataloader_idx
 
@@ -500,7 +500,7 @@ class DrawnProgressBar(ProgressBar):
 
 
 def _evaluation(trainer: Trainer) -> str:
-    """Return ``"sanity_check"``, ``"validation"``, ``"test"`` or ``"predict"``."""
+    """Return the name of the current evaluation: ``"sanity_check"``, ``"validation"``, ``"test"`` or ``"predict"``."""
     if trainer.sanity_checking:
         return "sanity_check"
     return {"test": "test", "predict": "predict"}.get(str(trainer.state.fn), "validation")

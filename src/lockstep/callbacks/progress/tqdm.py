@@ -228,7 +228,7 @@ class _StreamAboveBars:
         return len(text)
 
     def end(self) -> None:
-        """Restore the stream; code that still holds this object writes to the stream directly."""
+        """Restore the stream. Code that still references this object then writes to the stream directly."""
         self._is_over = True
         self.stream.write(self._line)
         self._line = ""
@@ -300,7 +300,7 @@ _class: Any = None
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class of the bars for the name ``Tqdm``.
+    """Return the class of the bars for the attribute ``Tqdm`` of this file; tqdm is imported only then.
 
     A subclass that overrides, for example, ``init_train_tqdm`` may import it.
     """

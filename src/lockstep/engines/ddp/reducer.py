@@ -214,7 +214,7 @@ class Reducer:
         return [bucket.flat for bucket in self.buckets]
 
     def replan(self, plan: Plan | None) -> None:
-        """Change the bucket layout between a `finish` and the next `prepare`, on every rank to the same plan.
+        """Change the bucket layout to ``plan``, the same on all ranks. Call between `finish` and the next `prepare`.
 
         Accumulated gradients do not change.
         """
@@ -456,7 +456,7 @@ class Reducer:
 
     @does("reducing gradients in backward")
     def _conclude(self) -> None:
-        """Let backwards launch buckets once each bucket has had a gradient, unless a backward ran inside another."""
+        """Enable launches during backwards once every bucket has had a gradient, unless backwards were nested."""
         self._nested = self._nested or len(self._tasks) > 1
         self._tasks.clear()
         self._untouched.difference_update(self._arrived)

@@ -398,7 +398,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _lay(memory: mmap.mmap, length: int, dtype: torch.dtype, start: int) -> Tensor:
-    """Return a tensor over ``length`` elements of the memory from byte ``start``. The tensor keeps it alive."""
+    """Return a tensor over ``length`` elements from byte ``start`` of the memory, which the tensor keeps alive."""
     if length == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=length, offset=start)

@@ -335,7 +335,7 @@ class FSDPStrategy(ShardedStrategy):
         vars(optimizer)["zero_grad"] = zero_grad
 
     def _free(self, *_: object) -> None:
-        """Free parameters that forwards in hooks or after a backward left gathered, before they become stale."""
+        """Free parameters that forwards in hooks or after a backward have gathered, before they become stale."""
         assert self._sharded is not None
         self._sharded.free()
 
@@ -387,7 +387,7 @@ class FSDPStrategy(ShardedStrategy):
         self._backward_ends()
 
     def steps_end(self) -> None:
-        """Free parameters that forwards have left gathered, so that hooks read and write shards."""
+        """Free parameters that are still gathered after forwards, so that hooks read and write shards."""
         if self._sharded is not None:
             self._sharded.free()
 
@@ -504,7 +504,7 @@ class FSDPStrategy(ShardedStrategy):
 
 
 class ShardedGradients(Gradients["ShardedModule"]):
-    """Gradients of a module whose parameters are shards, except for some that are not sharded."""
+    """Gradients of a module in which most parameters are sharded, and some are not."""
 
     def local(self, stepped: bool = False) -> list[Tensor]:
         """Return this rank's gradient shards, and unsharded gradients that are not reduced yet."""

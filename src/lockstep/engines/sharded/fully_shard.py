@@ -531,7 +531,7 @@ def _like(sharded: Any, part: Tensor) -> Tensor:
 
 
 def shard_like(own: object, value: Any) -> Any:
-    """Return ``value`` sharded like the DTensor ``own``; as a full tensor if ``own`` is none or has another shape.
+    """Return ``value`` sharded like ``own``; a full tensor if ``own`` is not a DTensor or has another shape.
 
     Collective if ``value`` is already sharded differently.
     """

@@ -1,4 +1,4 @@
-"""Gathered parameters whose changes in a step apply to their shards, and which are 16-bit under autocast.
+"""Gathered parameters, whose changes in a step are applied to their shards, and which are 16-bit under autocast.
 
 torch's ``fully_shard`` replaces a shard by the full parameter while a layer is gathered, and discards it afterwards.
 Here in-place writes, ``.data``, ``requires_grad`` and ``.grad`` of the full parameter apply to the shard.

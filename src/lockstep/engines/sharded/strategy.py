@@ -198,7 +198,7 @@ class ShardedStrategy(RankedStrategy):
             return self._through(fn, *args)
 
     def _through(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Call a step method in the way that the engine needs."""
+        """Call a step method with the parameters gathered as the engine requires; implemented by each subclass."""
         raise NotImplementedError
 
     def _backward_ends(self) -> None:

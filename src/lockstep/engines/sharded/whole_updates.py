@@ -78,7 +78,7 @@ class WholeUpdates(Owners):
         return cost_of(parameter.shape)
 
     def _assign(self, parameters: Iterable[Tensor]) -> None:
-        """Assign an owner to parameters without one, and record each rank's shard. Collective if there are any."""
+        """Assign an owner to parameters without one, and record their shards. Collective if such parameters exist."""
         new = [parameter for parameter in parameters if parameter not in self._boxes]
         if not new:
             return
@@ -246,7 +246,7 @@ class _Rounds:
     # -- the update
 
     def _updated(self, parameters: Sequence[Tensor], arrived: list[list[Tensor]]) -> list[Tensor]:
-        """Return the new values of this rank's parameters; for values that were not gathered, the summands to add."""
+        """Return the new values of this rank's parameters, or the changes to add to values that were not gathered."""
         streams = [iter(each) for each in arrived]
         substitutes: dict[int, Parameter] = {}
         optimizer = self._optimizer

@@ -1,1 +1,1 @@
-"""Shares of batches and pipelines that follow the speed of devices, and plans that predict memory and time."""
+"""Batch shares and pipelines that adapt to the speed of devices, and plans that predict memory and time."""

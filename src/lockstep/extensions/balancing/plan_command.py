@@ -50,7 +50,7 @@ ELSEWHERE = ("nodes", "memory", "link", "chip")
 
 
 class _Planned(BaseException):
-    """Raised to end a script once its plan is made; a BaseException, which ``except Exception`` does not catch."""
+    """Exception that ends a script once the plan is made; a BaseException, to pass through ``except Exception``."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -193,7 +193,7 @@ def write_csv(found: Plan, path: str) -> None:
 
 
 def _check_file(option: str, path: str) -> None:
-    """Raise an error if the file of an option cannot be written. Call it before computing the file's contents.
+    """Raise an error if the file of an option cannot be written. Runs before the file's contents are computed.
 
     Args:
         option: the option that names the file, for the error.

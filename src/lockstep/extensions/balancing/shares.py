@@ -42,7 +42,7 @@ class Cost:
         return self.fixed + (self.seconds - self.fixed) * samples / self.samples
 
     def within(self, seconds: float) -> int:
-        """Return the number of samples, at least 1, that the rank can process in a time and within its memory."""
+        """Return how many samples, at least 1, the rank can process in the given seconds and within its memory."""
         each = (self.seconds - self.fixed) / self.samples
         if each <= 0:
             return self.most
@@ -103,7 +103,7 @@ class Move:
 
 @dataclass
 class Votes:
-    """Counter of measurements that favor a change, which is due at once if it is large, else after several in a row.
+    """Counter of measurements that favor a change. A large change is due at once, a small one after several in a row.
 
     Whenever a small change takes most samples from a different rank than the last small change did, the required number
     of measurements doubles, up to `MOST_VOTES`.
@@ -143,7 +143,7 @@ class Votes:
         return True
 
     def reset(self) -> None:
-        """Reset the count. Call it after a change, and after a measurement that favors no change."""
+        """Reset the count, after a change or after a measurement that favors no change."""
         self._count = 0
 
 

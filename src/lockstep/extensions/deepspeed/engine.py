@@ -257,7 +257,7 @@ class ZeroEngine:
         self.has_gradients = last
 
     def clip(self, limit: float) -> None:
-        """Set the largest 2-norm of the full gradient, to which the next step clips."""
+        """Make the next step clip the full gradient to a 2-norm of at most ``limit``."""
         self.zero.clip_grad = limit
 
     def step(self) -> None:
@@ -335,7 +335,7 @@ class ZeroEngine:
             self.zero.reset_cpu_buffers()
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's shards of the window's gradients. The step uses gradients that are changed in place."""
+        """Return this rank's shards of the window's gradients. In-place changes of the shards affect the step."""
         if not self.has_gradients:
             return []
         if self._offloads:
@@ -345,7 +345,7 @@ class ZeroEngine:
         return [each for group in self.zero.averaged_gradients.values() if group is not None for each in group]
 
     def norms(self) -> list[Tensor]:
-        """Return the gradient norms that the engine records if it offloads. Clipping uses norms changed in place."""
+        """Return the gradient norms that the engine records if it offloads. In-place changes affect the clipping."""
         return list(getattr(self.zero, "norm_for_param_grads", {}).values())
 
     def save(self, folder: str | os.PathLike[str], tag: str, rest: dict[str, Any]) -> None:
@@ -530,7 +530,7 @@ class ZeroGradients(Gradients[ZeroEngine]):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """In the context, fill ``.grad`` with full gradients, whose changes are lost afterwards. Collective."""
+        """Fill ``.grad`` with full gradients within the context. Changes of these gradients are lost. Collective."""
         zero = self.holder
         if not zero.has_gradients:
             yield

@@ -137,7 +137,7 @@ def put(parameter: Any, value: Tensor) -> None:
 
 @contextmanager
 def lean_linear() -> Iterator[None]:
-    """In the context, let linear layers save the parameter itself, since a saved view would keep its memory.
+    """In the context, let linear layers save the parameter itself: a saved view would keep the full weight in memory.
 
     A backward that recomputes layers must run in this context, too, since torch checks that the layers save as many
     tensors as in the first forward.

@@ -58,10 +58,10 @@ NO_EFFECT = {
 
 
 class DeepSpeedStrategy(ShardedStrategy):
-    """One process per device, on DeepSpeed's engine with ZeRO stage 1, 2 or 3. CPUs are supported (gloo).
+    """Strategy with one process per device and DeepSpeed's engine, ZeRO stage 1, 2 or 3. CPUs are supported (gloo).
 
-    The arguments are those of Lightning's strategy. None takes the value of ``config``, or the default if ``config``
-    does not have it. See `docs/deepspeed.md`.
+    The arguments are those of Lightning's strategy. An argument that is None has its value from ``config``, or else
+    its default. See `docs/deepspeed.md`.
 
     Args:
         accelerator, parallel_devices: None; choose devices by ``Trainer(accelerator=..., devices=...)``.
@@ -392,7 +392,7 @@ class DeepSpeedStrategy(ShardedStrategy):
             self._zero.zero_grad()
 
     def _check_fit(self, optimizers: list[Optimizer]) -> Optimizer:
-        """Raise an error if the engine cannot train the module, and return its only optimizer."""
+        """Return the module's only optimizer, or raise an error if the engine cannot train the module."""
         module = self.module
         kind = type(module).__name__
         if not module.automatic_optimization:

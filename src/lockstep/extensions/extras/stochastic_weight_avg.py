@@ -1,4 +1,4 @@
-"""StochasticWeightAveraging: averages the weights of the last epochs, during which it sets the learning rate."""
+"""StochasticWeightAveraging: averages the weights over the last epochs, and sets the learning rate in these epochs."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class StochasticWeightAveraging(Callback):
 
     @staticmethod
     def avg_fn(averaged_model_parameter: Tensor, model_parameter: Tensor, num_averaged: Tensor) -> Tensor:
-        """Return the equal mean of a parameter's values, after one more value is added to it.
+        """Update the equal-weight mean of ``num_averaged`` values with one more value, and return the new mean.
 
         Args:
             averaged_model_parameter: mean so far.
@@ -194,7 +194,7 @@ class StochasticWeightAveraging(Callback):
             self._install(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start averaging if its first epoch is reached; add the current weights to the average."""
+        """In an epoch that is averaged, add the current weights to the average; in the first one, install ``SWALR``."""
         epoch = trainer.current_epoch
         if not self.swa_start <= epoch <= self.swa_end:
             return
@@ -216,13 +216,13 @@ class StochasticWeightAveraging(Callback):
         self._finish(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the average into the model if the fit resumed after its last epoch, so that it trained no more."""
+        """Write the average into the model if the fit resumed after its last epoch, which leaves nothing to train."""
         self._finish(trainer, pl_module)
 
     # -- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average, and how far averaging has come, with Lightning's keys."""
+        """Return the average and the progress of averaging, under Lightning's keys."""
         return {
             "n_averaged": 0 if self.n_averaged is None else int(self.n_averaged),
             "latest_update_epoch": self._latest_update_epoch,
@@ -240,7 +240,7 @@ class StochasticWeightAveraging(Callback):
     # -- the average ---------------------------------------------------------------------------------------
 
     def _install(self, trainer: Trainer) -> None:
-        """Create an ``SWALR`` for the optimizer; it replaces the optimizer's scheduler, if there is one."""
+        """Create an ``SWALR`` for the optimizer, in place of the optimizer's scheduler, if there is one."""
         optimizer, configs = trainer.optimizers[0], trainer.lr_scheduler_configs
         rates = self._swa_lrs if isinstance(self._swa_lrs, list) else [self._swa_lrs] * len(optimizer.param_groups)
         if len(rates) != len(optimizer.param_groups):
@@ -369,7 +369,7 @@ def run_forwards(trainer: Trainer) -> int:
 
 
 class SWALR(swa_utils.SWALR):
-    """torch's ``SWALR``, but accepts parameter groups that are added later, for example with unfrozen layers.
+    """Variant of torch's ``SWALR`` that accepts parameter groups added later, for example with unfrozen layers.
 
     An added group has the final learning rate of the group before it.
     """

@@ -1,4 +1,4 @@
-"""WeightAveraging: keeps an average of the weights, which validation uses and the trained model has."""
+"""WeightAveraging: averages the weights during training, validates with the average, and leaves it in the model."""
 
 from __future__ import annotations
 
@@ -375,7 +375,7 @@ def _exponential(decay: float) -> Callable[[list[Tensor], list[Tensor], object],
 
 
 def _for_parts(tensors: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments for ``AveragedModel`` with which it can average tensors of several kinds.
+    """Return arguments that enable ``AveragedModel`` to average tensors of several kinds.
 
     The kinds are unsharded tensors, and tensors sharded over different meshes.
 

@@ -99,7 +99,7 @@ def class_of(builder: Callable[..., Any]) -> Any:
 
 
 def hyperparameters(dumped: dict[str, Any], links: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return what ``save_hyperparameters`` should save for the model or the data module of a config.
+    """Return the values that ``save_hyperparameters`` should save for the model or the data module of a config.
 
     Args:
         dumped: the config as plain values.
@@ -221,7 +221,7 @@ class SaveConfigCallback(Callback):
         self.parser.save(self.config, path, skip_unset=False, overwrite=self.overwrite, multifile=self.multifile)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save the config in another place as well; a subclass may define this.
+        """Do nothing; a subclass may define this method to save the config in another place as well.
 
         It is called on rank 0 only, so it must not use collectives.
 
@@ -384,7 +384,7 @@ class LightningCLI:
         }
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Create a parser; called for the main parser and for each subcommand's.
+        """Create a parser; called for the main parser and for the parser of each subcommand.
 
         Args:
             kwargs: arguments of ``parser_class``.
@@ -473,7 +473,7 @@ class LightningCLI:
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add arguments or links to the parser; a subclass may define this.
+        """Do nothing; a subclass may define this method to add arguments or links to the parser.
 
         Example::
 
@@ -520,7 +520,7 @@ class LightningCLI:
         return parser.parse_object(given, **options)
 
     def _take_from_checkpoint(self, args: ArgsType) -> None:
-        """Take model arguments that the command line does not set from the hyperparameters in ``ckpt_path``."""
+        """Set model arguments that are missing on the command line to the hyperparameters in ``ckpt_path``."""
         subcommand = self.config.get("subcommand")
         path = self.config[subcommand].get("ckpt_path") if subcommand else None
         if not path or not isfile(path):

@@ -112,7 +112,7 @@ def _diff(before: str, after: str, name: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class ReportLine:
-    """An entry of the report: what to do by hand, or what differs, at one line of the script."""
+    """An entry of the report: a change to make by hand, or a difference in behavior, at one line of the script."""
 
     line: int
     text: str
@@ -264,7 +264,7 @@ class _Script:
         return f"{base}.{node.attr}".replace(f"{ROOT}.pytorch", ROOT) if base else ""
 
     def kinds(self, node: ast.ClassDef) -> Iterator[str]:
-        """Yield which of LightningModule, LightningDataModule and Callback a class derives from."""
+        """Yield "LightningModule", "LightningDataModule" or "Callback" for each such base of a class."""
         for path in map(self.resolve, node.bases):
             kind = "Callback" if path.startswith(f"{ROOT}.callbacks.") else path.rpartition(".")[2]
             if kind in ("LightningModule", "LightningDataModule", "Callback"):
@@ -358,7 +358,7 @@ def _value(script: _Script, node: ast.expr) -> object:
 
 
 def _meaning(old: Today, today: Today, others: Set[str]) -> tuple[Translation, str]:
-    """Translate old flags to today's; also return what to report if the script cannot be edited, else "".
+    """Translate old flags to today's; also return the text to report if the script cannot be edited, else "".
 
     Args:
         old: values of the old flags.
@@ -416,7 +416,7 @@ ROWS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("dif
 
 
 def found_in(script: _Script) -> Iterator[ReportLine]:
-    """Yield the report's lines about what a script uses.
+    """Yield report lines for the flags and names in a script that need a change by hand or behave differently.
 
     A difference in behavior is reported once, at the line of the first use.
     """
@@ -429,7 +429,7 @@ def found_in(script: _Script) -> Iterator[ReportLine]:
 
 
 def _used(script: _Script) -> Iterator[tuple[int, str]]:
-    """Yield (line, key) for all that a script uses; keys are as in ``flag Trainer(devices)`` and ``name self.log``."""
+    """Yield (line, key) for each flag and name in a script, with keys ``flag Trainer(devices)``, ``name self.log``."""
     trainers = []
     for node in script.nodes:
         if isinstance(node, ast.Call):

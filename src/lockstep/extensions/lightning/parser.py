@@ -50,7 +50,7 @@ jsonargparse.set_loader(PARSER_MODE, _load, (yaml.YAMLError,))
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """torch's ``ReduceLROnPlateau`` that also has the name of the metric to monitor, for use in configs.
+    """Variant of torch's ``ReduceLROnPlateau`` with an argument for the metric to monitor, for use in configs.
 
     Args:
         optimizer: optimizer whose learning rate is reduced.

@@ -52,7 +52,7 @@ FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = (
 
 
 class LightningEnum(str, Enum):
-    """An enum of texts; a member is equal to its text."""
+    """An enum of strings; each member is equal to its string."""
 
 
 class GradClipAlgorithmType(LightningEnum):
@@ -84,7 +84,7 @@ class WarningCache(set[str]):
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """Return by name the arguments of the ``__init__`` that runs in a frame; empty if it is no ``__init__``."""
+    """Return the arguments of the ``__init__`` that runs in a frame, by name; an empty dict for other frames."""
     first = frame.f_code.co_varnames[0] if frame.f_code.co_argcount else ""
     return arguments_of_init(frame.f_locals.get(first), frame) or {}
 
@@ -123,7 +123,7 @@ def _load_from_checkpoint(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Registry:
-    """Registry that ignores what packages register at import; lockstep's Trainer takes instances, not their names."""
+    """Registry that ignores registrations by packages at import; lockstep's Trainer accepts instances, not names."""
 
     @staticmethod
     def register(*args: object, **kwargs: object) -> None:
@@ -226,7 +226,7 @@ started by strategy="ddp" in the script, by torchrun -m lockstep.lightning, or b
 
 
 def main(words: Sequence[str]) -> None:
-    """Run a script or a module as ``__main__``; Lightning's import names are resolved to lockstep in it.
+    """Run a script or a module as ``__main__``, with Lightning's import names resolved to lockstep.
 
     Args:
         words: arguments after ``python -m lockstep.lightning``.

@@ -108,7 +108,7 @@ class ParameterAverager:
         return dict(averager.period_process_group_dict)
 
     def step(self) -> bool:
-        """Count an optimizer step. At the end of a period, average the parameters, which is collective.
+        """Count an optimizer step. At the end of a period, average the parameters (a collective operation).
 
         Returns:
             True if parameters were averaged, over all ranks or some of them.
@@ -315,7 +315,7 @@ class OuterOptimizer:
         return self.steps <= self.start or (self.steps - self.start) % self.period == 0
 
     def step(self) -> bool:
-        """Count a step of the inner optimizer. At the end of a period, make an outer step, which is collective.
+        """Count a step of the inner optimizer. At the end of a period, make an outer step (a collective operation).
 
         Returns:
             True if an outer step was made.

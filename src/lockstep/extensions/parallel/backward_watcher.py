@@ -223,7 +223,7 @@ class BackwardWatcher:
             self._prepare(sync)
 
     def unprepared_grad(self) -> None:
-        """Start the round when a parameter gets a gradient in a backward in which no output's hook has started it."""
+        """Start the round when a parameter gets a gradient, if no output's hook has started the round before."""
         if self._prepared or not (self._waiting or self._current_task != -1) or self._container() is None:
             return
         if self._current_task == -1:
@@ -231,7 +231,7 @@ class BackwardWatcher:
         self._prepare(self._sync or self._must_reduce)
 
     def reduce_next(self, outputs: object = None) -> None:
-        """Let the next backward reduce, even if its forwards were not synchronized. The method's name is torch's."""
+        """Make the next backward reduce gradients, even after forwards without synchronization. Named as in torch."""
         self._must_reduce = True
 
     def _prepare(self, sync: bool) -> None:
@@ -259,7 +259,7 @@ class BackwardWatcher:
             step_all(self._self_stepping)
 
     def reset(self) -> None:
-        """Reset the state, so that no earlier forward is expected to be followed by a backward."""
+        """Reset the state, so that earlier forwards no longer wait for a backward."""
         self._prepared = self._must_reduce = self._waiting = self.expected = self.zero_weight = False
 
     def _leaves_gradients(self, output: Tensor | None) -> bool | None:

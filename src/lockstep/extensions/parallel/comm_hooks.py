@@ -120,7 +120,7 @@ class DivergedWeights:
 
     @torch.no_grad()
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Load this rank's state from the `state_dict` of all ranks, whose number must be the same as at the save."""
+        """Load this rank's state from the `state_dict` of all ranks, saved by a run with the same number of ranks."""
         mine = states[comm.rank()]
         if not mine:
             return
@@ -233,7 +233,7 @@ class HookedLocalSteps:
         return comm.all_reduce(weight, "sum", over), comm.world_size(over)
 
     def step(self) -> None:
-        """Record an optimizer's step. At the end of a period, average the parameters, which is collective."""
+        """Record an optimizer's step. At the end of a period, average the parameters (a collective operation)."""
         if self._averager.step() and self._averager.agreed and self.apart.differ:
             self.apart.differ = False
             if self._take_buffers is not None:
@@ -381,7 +381,7 @@ class CommunicationHook(AttachableHook):
         state.subgroup, self._owns_subgroup = self._nodes[1], True
 
     def detach(self) -> None:
-        """Remove the subgroup that `attach` set in the hook's state. Its other values are kept for the next fit."""
+        """Remove the subgroup that `attach` set in the hook's state. Other values are kept for the next fit."""
         if self._owns_subgroup:
             self.state.subgroup, self._owns_subgroup = None, False
 
@@ -434,7 +434,7 @@ class CommunicationHook(AttachableHook):
 
 
 def communication_hook(*arguments: Any) -> CommunicationHook | None:
-    """Return a `CommunicationHook` with these arguments, or None if they contain no hook."""
+    """Return a `CommunicationHook` with the given arguments, or None if the arguments contain no hook."""
     made = CommunicationHook(*arguments)
     return None if made.hook is None else made
 

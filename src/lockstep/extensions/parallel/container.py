@@ -395,7 +395,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return outputs
 
     def _prepare_forward(self, grad: bool, sync: bool) -> Weight | None:
-        """Check that a forward may run, agree with the other ranks on it, and synchronize buffers. Collective."""
+        """Check that a forward may run, agree with the other ranks, and synchronize buffers. Collective."""
         self._watch.before_forward()
         self._await_buffers()
         if torch.compiler.is_compiling():
@@ -598,10 +598,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     # -- devices
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Device]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Split inputs and keyword arguments along `dim` into a part for each device. It may be overridden.
+        """Split inputs and keyword arguments along `dim` into a part for each device. A subclass may override this.
 
-        A batch with fewer rows than devices has fewer parts. It is called for several devices, and also for one if it
-        is overridden.
+        A batch with fewer rows than devices has fewer parts. This method is called for several devices, and also for
+        one device if a subclass overrides the method.
 
         Args:
             inputs: positional arguments of the forward.
@@ -618,7 +618,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return [part for part, _ in parts], [part for _, part in parts]
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
-        """Run each replica on its part in a thread, and return the outputs. It may be overridden.
+        """Run each replica on its part in a thread, and return the outputs. A subclass may override this.
 
         Args:
             replicas: one module per part.
@@ -629,7 +629,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return copies.in_threads(calls, self._devices)
 
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
-        """Join the outputs of the parts along `dim`. It may be overridden.
+        """Join the outputs of the parts along `dim`. A subclass may override this.
 
         Args:
             outputs: an output per part, all of the same structure.

@@ -24,7 +24,7 @@ from lockstep.ground.tree import tree_map
 
 
 def check_weight(n: float, rank: int) -> float:
-    """Return the weight of a batch as a float.
+    """Check the weight of a batch, and return the weight as a float.
 
     Raises:
         ValueError: the weight is negative or not finite.

@@ -17,10 +17,10 @@ USED_LATER = (
 
 
 class SkipUnused:
-    """Transport that passes on all buckets but those whose parameters no rank used in the layout's first round.
+    """Transport that skips buckets whose parameters no rank used in the first round with the current bucket layout.
 
     It reads the flags of used parameters that are sent with the buckets. Without flags (sparse gradients,
-    ``static_graph=True``) all buckets are passed on.
+    ``static_graph=True``) no bucket is skipped.
 
     Attributes:
         inner: the given transport, or an all-reduce if that has no memory for a layout.

@@ -84,7 +84,7 @@ class TorchNames:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """True if the buckets have their final layout, for which torch's hooks for ZeroRedundancyOptimizer wait."""
+        """True if the buckets have their final layout. torch's hooks for ZeroRedundancyOptimizer wait for this."""
         return bool(self.reducer.is_laid_out)
 
     @property

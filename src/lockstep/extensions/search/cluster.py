@@ -277,7 +277,7 @@ class SlurmCluster:
         )
 
     def _search(self, job_name: str) -> Search:
-        """Return the search whose folder is in ``log_path``, with the name of the search or of the job.
+        """Return the search whose folder in ``log_path`` is named ``test_tube_exp_name`` or, without one, ``job_name``.
 
         Raises:
             MisconfigurationException: the name or the path is not usable as a folder.

@@ -610,7 +610,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[Hyperparameters, list[str]]:
-        """Parse a command line; return the options, and the words that this parser does not know.
+        """Parse a command line; return the options, and the words that this parser does not recognize.
 
         Args:
             args: words of the command line; None for the arguments of this process.

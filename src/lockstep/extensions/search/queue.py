@@ -61,7 +61,7 @@ def cancel(jobs: Iterable[str]) -> None:
 
 
 def query_jobs(jobs: Iterable[str]) -> dict[str, QueuedJob]:
-    """Return the states of jobs by number; omit the jobs that SLURM no longer knows.
+    """Return the states of jobs by number; omit the jobs that SLURM no longer lists.
 
     The controller drops jobs some minutes after their end (MinJobAge). Dropped jobs are looked up with sacct, if the
     cluster has slurmdbd.
@@ -99,7 +99,7 @@ def _in_queue(numbers: Sequence[str]) -> Iterator[tuple[str, QueuedJob]]:
 
 
 def _in_accounts(numbers: Sequence[str]) -> dict[str, QueuedJob]:
-    """Query sacct's accounts for jobs that the controller no longer knows."""
+    """Query sacct's accounts for jobs that the controller no longer lists."""
     found: dict[str, QueuedJob] = {}
     try:
         for part in _parts(numbers):
@@ -118,7 +118,7 @@ def _parts(jobs: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _run(words: Sequence[str], text: str | None = None) -> str:
-    """Run a SLURM command and return what it prints."""
+    """Run a SLURM command and return the command's output."""
     try:
         # In its own session: Ctrl-C must not end sbatch between the controller's answer and the reading of its output.
         done = subprocess.run(

@@ -44,7 +44,7 @@ _OF_JOBS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Maximum numbers of restarts of a trial: of those after preemptions, and of those after failures."""
+    """Maximum number of a trial's restarts after preemptions, and after failures."""
 
     preemptions: int = 100
     failures: int = 3
@@ -212,7 +212,7 @@ def state_of(history: TrialHistory, job: QueuedJob | None, has_answered: bool = 
 
 
 def _by_job(job: QueuedJob | None, has_started: bool) -> tuple[str, str]:
-    """Return the state of a trial that has not reported its end, and the reason, from the state of its job."""
+    """Return state and reason, derived from the job's state, for a trial that has not reported its end."""
     if job is None:
         return FAILED, "SLURM no longer has its job, and the trial did not report its end"
     state, why = _OF_JOBS.get(job.state, (FAILED, ""))

@@ -50,7 +50,7 @@ _STATES = {end: state for state, end in _ENDS.items()}
 
 
 class StudyTrial:
-    """Trial of an Optuna study, identified by its number in the search; it can be pickled.
+    """Picklable trial of an Optuna study, identified by its number in the search.
 
     If a trial has reported and starts again, the new start is another entry of the study with the same number and
     values, and the previous entry becomes FAIL. A fit that resumes from a checkpoint inherits the earlier reports
@@ -149,10 +149,10 @@ class StudyTrial:
     # -- reports ---------------------------------------------------------------------------------------------
 
     def resume(self, checks: int) -> None:
-        """Prepare the trial's entry for a fit: it gets the reports that the fit's checkpoint contains.
+        """Prepare the trial's entry for a fit, with the reports made before the fit's checkpoint.
 
         Args:
-            checks: number of reports in the fit's checkpoint; 0 without one.
+            checks: number of reports before the fit's checkpoint; 0 without a checkpoint.
         """
         with self._drawing():
             entry = self._running_entry()
@@ -230,7 +230,7 @@ class StudyTrial:
         return state
 
     def _running_entry(self) -> FrozenTrial:
-        """Return the trial's entry; if it has failed, replace it by a running copy with the same values and reports."""
+        """Return the trial's entry, or for a failed entry, a new running copy with the same values and reports."""
         entry = self._known_entry()
         return self._add_entry(entry, keeps=True) if entry.state == TrialState.FAIL else entry
 
@@ -257,7 +257,7 @@ class StudyTrial:
         return self._known_entry()
 
     def mark_failed(self) -> None:
-        """Mark the trial as failed if the study has it as running although its process has ended."""
+        """Mark the trial, whose process has ended, as failed if the study still lists the trial as running."""
         with self._drawing():
             entry = self._entry()
             if entry is not None and entry.state == TrialState.RUNNING:
@@ -403,11 +403,9 @@ def _suggest(trial: optuna.Trial, name: str, dimension: Dimension) -> Any:
 
 
 def _labels(options: Options) -> list[Any]:
-    """Return a label for each value: the value itself if Optuna can store and distinguish all values.
+    """Return labels for a hyperparameter's values: the values themselves if Optuna can store and distinguish all.
 
     Otherwise a label is the value's index and text.
-
-    Else a label is the value's index and text.
     """
     values = list(options.values)
     scalars = all(value is None or type(value) in (bool, int, float, str) for value in values)

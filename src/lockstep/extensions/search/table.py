@@ -26,7 +26,7 @@ LARGEST = ("acc", "auc", "f1", "score", "precision", "recall", "reward", "iou", 
 
 @dataclass(frozen=True)
 class Order:
-    """The metric by which trials are compared, and whether the largest value is the best."""
+    """The metric by which trials are compared, and the direction: largest or smallest value first."""
 
     metric: str
     largest: bool

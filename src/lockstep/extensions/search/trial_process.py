@@ -1,4 +1,4 @@
-"""Call of the user's function with a trial's values, in the trial's process, and record of how the trial ends."""
+"""Code of a trial's process, which calls the user's function with the trial's values and records how the trial ends."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ class TrialHistory:
 
     @property
     def preemptions(self) -> int:
-        """Number of restarts, without those by which a user resubmitted the trial after a failure."""
+        """Number of restarts, excluding resubmissions after a failure."""
         pairs = zip(self.attempts, self.attempts[1:], strict=False)
         return self.restarts - sum(attempt.end == "failed" and then.job != attempt.job for attempt, then in pairs)
 

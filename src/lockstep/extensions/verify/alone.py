@@ -118,7 +118,7 @@ class RanksAlone:
         return AloneFinding(cause=counts_differ)
 
     def _pairs(self, rank: int, update: int, alone: Recording) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs (gradient on a rank, gradient in one process) for the parameters, as strided sums."""
+        """Yield (gradient on a rank, gradient in one process) for each parameter, both as `strided_sums`."""
         sums = [each.sums(update) for each in self.ranks.ranks]
         for key, value in alone.first.unclipped_gradients(update).items():
             if not isinstance(value, Tensor) or not any(own.get(key) for own in sums):

@@ -209,7 +209,7 @@ class Causes:
         return self._explain_norm(ratio, proof)
 
     def _explain_norm(self, ratio: float, proof: str) -> Reason:
-        """Explain gradients scaled by a factor other than the number of ranks or its inverse, as by a wrong norm."""
+        """Explain gradients scaled by a wrong norm, or by a factor other than the world size or its inverse."""
         root = math.sqrt(self.size)
         if math.isfinite(ratio) and self.ranks.is_sharded:
             is_root = ", the square root of the number of ranks" if _near(1 / ratio, root) else ""

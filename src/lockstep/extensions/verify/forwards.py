@@ -1,4 +1,4 @@
-"""Observer of modules' calls, of the wrappers that synchronize them, of reads of the rank, and of backwards."""
+"""Observer of calls of modules, of wrappers that synchronize modules, of reads of the rank, and of backwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAX_FORWARDS = 64
 
 
 class Forwards:
-    """Observer of calls of modules, and of the wrappers that synchronize them.
+    """Observer of calls of modules, and of wrappers that synchronize modules.
 
     Args:
         watch: state that this process's observers share.
@@ -156,7 +156,7 @@ class Forwards:
         patch(Join, "__init__", init)
 
     def watch_sharded(self, module: ModuleType) -> None:
-        """Record which models `torch.distributed.fsdp` shards, and whether their gradients are synchronized."""
+        """Record that `torch.distributed.fsdp` shards a model, and track if gradients of shards are synchronized."""
         original = module.FSDPModule.set_requires_gradient_sync
 
         @functools.wraps(original)
@@ -181,7 +181,7 @@ class Forwards:
     # -- the rank, read within a module
 
     def _watch_ranks(self) -> None:
-        """Record modules that read the rank. With the override "rank in modules" they read 0 on all ranks."""
+        """Record modules that read the rank. With the override "rank in modules", modules read rank 0 on all ranks."""
         is_fixed = "rank in modules" in self.watch.settings.overrides
         for owner in (dist, dist.distributed_c10d):
             original: Callable[..., int] = vars(owner)["get_rank"]

@@ -1,4 +1,4 @@
-"""Observer of `torch.distributed`. It gives groups the run's rank and world size, and records collectives."""
+"""Observer of `torch.distributed`, which sets up groups with the run's rank and world size, and records collectives."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Groups:
         patch(torch.multiprocessing, "start_processes", spawn)
 
     def _report_size_of_ranks(self) -> None:
-        """Report the ranks' world size to user code in one process, to check if its learning rates then agree."""
+        """Report the ranks' world size to user code in one process, to check if the learning rates then agree."""
         get_world_size, size = dist.get_world_size, len(self.watch.settings.feed)
         os.environ["WORLD_SIZE"] = str(size)
 

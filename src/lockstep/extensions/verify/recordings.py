@@ -103,7 +103,7 @@ class RankRecording:
         return dict(self._load(what, update))
 
     def sums(self, update: int) -> dict[str, dict[int, Tensor]]:
-        """Load what each backward added to this rank's gradients, as strided sums by parameter and backward."""
+        """Load each backward's contribution to this rank's gradients, as `strided_sums` by parameter and backward."""
         return dict(self._load("sums", update))
 
     def has_made(self, update: int) -> bool:
@@ -176,7 +176,7 @@ class Recording:
         return min(set().union(*made) - set(made[0]).intersection(*made), default=None)
 
     def joined(self) -> Recording:
-        """Return the recording with the numbers that the updates have in one process.
+        """Return the recording with each rank's updates numbered as in one process.
 
         Inside Join a rank without data makes no update, but the others do, so that the ranks' own numbers differ.
         """

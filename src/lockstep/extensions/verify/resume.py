@@ -1,4 +1,4 @@
-"""Check that a run that is stopped and started again continues as if it had not been stopped."""
+"""Check that a stopped and restarted run continues as an uninterrupted run would."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ResumeCheck:
         return self._certificate("" if is_compared else reason, found)
 
     def _stop_at_epoch_end(self, undisturbed: Recording, stopped: Recording) -> tuple[str, Finding | None]:
-        """Resume after the first epoch. Return why this proves nothing (or ""), and the first difference (or None)."""
+        """Resume after one epoch. Return the reason if the check proves nothing (else ""), and the first difference."""
         remaining = len(undisturbed.first.steps) - self._stop
         if remaining < 1:
             return "the script trains for one epoch only, and a stop would follow it: let it train for two", None

@@ -125,7 +125,7 @@ class Runs:
     ) -> Certificate:
         """Return a certificate, whose verdict follows from ``found`` and ``reasons``.
 
-        It is "different" if something was found, else "could not tell" if there are reasons, else "alike".
+        The verdict is "different" if something was found, else "could not tell" if there are reasons, else "alike".
 
         Args:
             steps: optimizer steps that were compared.

@@ -97,7 +97,7 @@ class Samples:
         return [rank.find(*kinds, loader=number) for rank in self.ranks.ranks]
 
     def _epochs(self, number: int, iteration: int) -> list[list[int]]:
-        """Return an epoch's sample indices by rank, also for batches that were left when the script was stopped."""
+        """Return an epoch's sample indices by rank, including samples left unread because the epoch ended early."""
         return [
             [
                 index

@@ -1,4 +1,4 @@
-"""Simulation of many ranks, which run two steps without each other and whose collectives are compared."""
+"""Simulation of many ranks: each runs two steps without the others, then the collectives are compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMPARED = "simulated ranks"
 
 
 class Simulation:
-    """Check that runs a script on many ranks, each without the others, and compares what they would have sent.
+    """Check that runs a script on many ranks, each without the others, and compares the ranks' collectives.
 
     Args:
         request: what to verify; its devices are the ranks to simulate.

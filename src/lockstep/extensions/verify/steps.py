@@ -1,4 +1,4 @@
-"""Observer of optimizers, which saves gradients and parameters at each step, and what each backward has added."""
+"""Observer of optimizers, which saves gradients and parameters at each step, and each backward's contribution."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class Steps:
             self._take_over(f"first-{number}", own)
 
     def _divide_overrides(self) -> None:
-        """Divide the parameters that the overrides ``once KEY`` name by the number of ranks."""
+        """Divide parameters by the number of ranks if an override ``once KEY`` names them."""
         for override in self.watch.settings.overrides:
             for parameter in self._parameters:
                 if override == f"once {self._keys[id(parameter)]}":

@@ -214,7 +214,7 @@ class Verification:
         return self._certificate(ranks, reasons=reasons)
 
     def _check_untrained(self) -> list[str]:
-        """Add notes on parameters without gradients. If they are a large part of the model, return a reason instead."""
+        """Add notes on parameters without gradients, or return a reason if these are a large part of the model."""
         untouched, zero = self.comparison.untouched, self.comparison.zero
         if self.comparison.zero_share > _MAX_UNTRAINED:
             return [
@@ -334,7 +334,7 @@ def _splits_model(ranks: Recording) -> bool:
 
 
 def _notes_of(ranks: Recording, single: Recording) -> Iterator[str]:
-    """Yield notes on what was disabled in the runs, and on random numbers that one process took from the ranks."""
+    """Yield notes on features disabled in the runs, and on random numbers that one process took from the ranks."""
     for run, texts in ((ranks, _NOTES_OF_RANKS), (single, _NOTES_OF_SINGLE)):
         for _, event in run.find(*texts):
             yield texts[event["kind"]].format(**event)

@@ -69,7 +69,7 @@ class Watch:
 
     @contextmanager
     def inside_loader(self) -> Iterator[None]:
-        """Mark that a loader draws a batch in the context, so that random numbers count for the data, not the step."""
+        """Mark that a loader draws a batch in the context, so that its random numbers are not counted as the step's."""
         before, self.in_loader = self.in_loader, True
         try:
             yield

@@ -1,1 +1,1 @@
-"""Shares of a global batch that follow the ranks' speed, and the measured times of steps."""
+"""Shares of a global batch that adapt to the ranks' speed, and the measured times of steps."""

@@ -1,4 +1,4 @@
-"""Random generators for a pipeline's blocks, so that for example dropout differs between ranks."""
+"""Random generators for a pipeline's blocks, so that, for example, dropout differs between ranks."""
 
 from __future__ import annotations
 

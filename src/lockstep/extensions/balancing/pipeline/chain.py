@@ -54,7 +54,7 @@ NOT_FIRST = "A step called block {place} of the chain {chain!r} first: start wit
 
 
 class _Reached(BaseException):
-    """Raised to end a user's step at the chain; a BaseException, so that user code does not catch it."""
+    """Exception that ends a user's step at the chain; a BaseException, so that user code does not catch it."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Chain:
     # -- a step in two parts
 
     def input_of(self, step: Callable[[], Any]) -> tuple[Tensor | None, Extras]:
-        """Run a step up to the chain, and return the chain's input (None if never called) and other arguments."""
+        """Run a step up to the chain, and return the chain's input (None without a call) and other arguments."""
         self._count, self._first, self._extras = 0, None, []
         try:
             with self._in(_Mode.TAKES):

@@ -62,7 +62,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class StageLook:
-    """Measured seconds of a micro-batch on a rank, inside and outside the rank's blocks, without waiting."""
+    """Measured seconds of a micro-batch on a rank, inside and outside the rank's blocks, excluding waits."""
 
     blocks: float
     outside: float = 0.0
@@ -199,7 +199,7 @@ class SplitControl:
         return tuple(stage.stop - stage.start for stage in found.stages)
 
     def first(self, reason: str, micro_batches: int) -> Resplit:
-        """Make and adopt the first decision after the blocks were measured, which may be to keep the split."""
+        """Return the first decision after the blocks were measured, and adopt its split (perhaps the current split)."""
         now, after = self.predict(self.counts), self.best()
         then = self.predict(after)
         # a measurement of one moment must show a large gain; smaller ones follow from measured windows
@@ -240,7 +240,7 @@ class SplitControl:
         return found
 
     def _update_speeds(self, looks: Sequence[StageLook]) -> None:
-        """Update the ranks' speeds from measured seconds, which a rank reports as a total over all its stages."""
+        """Update the ranks' speeds from measured seconds. A rank's seconds are the total over all its stages."""
         ends = list(accumulate(self.counts, initial=0))
         shares = [sum(block.share for block in self.blocks[start:stop]) for start, stop in pairwise(ends)]
         places = [at if stage.place is None else stage.place for at, stage in enumerate(self.stages)]

@@ -1,4 +1,4 @@
-"""Exchange of measured block and window times between the ranks of a pipeline, by which the split is chosen.
+"""Exchange of measured block and window times between a pipeline's ranks, which choose the split from the times.
 
 A process that drives several devices measures each device, and sends one row for each.
 """

@@ -74,7 +74,7 @@ def cut(batch: Any, count: int) -> list[BatchPart]:
 
 
 def _slice(batch: Any, size: int, take: Callable[[Any], Any]) -> Any:
-    """Slice a batch with ``take``: its tensors, and the lists and tuples without tensors that have ``size`` entries."""
+    """Apply ``take`` to a batch's tensors, and to lists and tuples of ``size`` entries that contain no tensors."""
 
     def of_leaf(value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -24,7 +24,7 @@ SMALL = 64
 
 @dataclass(frozen=True)
 class _Announced:
-    """Shape and dtype that announce a large tensor, whose values are sent in a later message."""
+    """Announcement of a large tensor by shape and dtype. The tensor's values are sent in a later message."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -74,7 +74,7 @@ class _Post:
         self.size = 0
 
     def announce(self, value: Any) -> Any:
-        """Return what announces a value to its receiver: the value itself, or a large tensor's shape and dtype."""
+        """Return a value's announcement: the shape and dtype of a large tensor, else the value (tensors are copied)."""
         if isinstance(value, Tensor):
             on_device = value.device.type == self._device.type
             # sparse and other layouts cannot be received into a flat buffer

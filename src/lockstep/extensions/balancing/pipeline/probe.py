@@ -205,7 +205,7 @@ def states_of(optimizers: Sequence[Optimizer]) -> float:
 
 
 def _try_optimizer(optimizer: Optimizer) -> float:
-    """Return the ratio of optimizer state bytes to parameter bytes after a trial step; Adam's if it fails."""
+    """Return the ratio of state bytes to parameter bytes after a trial step; Adam's ratio if the step fails."""
     parameter = nn.Parameter(torch.zeros(8, 8))
     parameter.grad = torch.zeros_like(parameter)
     try:

@@ -48,7 +48,7 @@ class SplitCheck:
         return self._run_input(given, last_backward) if kind == "input" else self._backward(kind, given, last_backward)
 
     def _run_input(self, given: dict[str, Any], last_backward: bool) -> Any:
-        """Run the part of a backward that computes the input's gradient, and check it if the graph's form is new."""
+        """Compute the input's gradient as part one of a backward. Check the gradient once per graph structure."""
         outputs = given["stage_output"]
         arrived = given["output_grads"] or [torch.ones_like(output) for output in outputs]
         pairs = [(output, gradient) for output, gradient in zip(outputs, arrived, strict=True) if output.requires_grad]
@@ -68,7 +68,7 @@ class SplitCheck:
         return found, groups
 
     def _run_weights(self, given: dict[str, Any], last_backward: bool) -> Any:
-        """Run the part of a backward that computes the weights' gradients, and check them if part one was checked."""
+        """Compute the weights' gradients as part two of a backward. Check these gradients if part one was checked."""
         whole, of_inputs = self._pending.pop(id(given["param_groups"]), (None, ()))
         if whole is None:
             return self._run("weight", given, last_backward)

@@ -289,7 +289,7 @@ class Stages:
             log.disabled = before
 
     def _forward(self, stage: _Stage, x: Tensor) -> Tensor:
-        """Run a stage's forward on the next micro-batch. torch's schedule calls it once for each micro-batch."""
+        """Run a stage's forward on the next micro-batch. torch's schedule calls this method for each micro-batch."""
         try:
             extras: Extras = ()
             turn = self._turns[stage.done]
@@ -354,7 +354,7 @@ class Stages:
         raise MisconfigurationException(NOT_FLOATING.format(what=what, block=block, chain=self.chain.name))
 
     def _loss(self, output: Tensor, number: Tensor) -> Tensor:
-        """Run the user's step with the output of the chain, and return the loss; torch calls it on the last stage."""
+        """Return the loss of the user's step for the chain's output. torch calls this method on the last stage."""
         try:
             loss: Tensor = self._run_end(output.view_as(output) if self._splits else output, int(number))
         except BaseException as error:
@@ -363,7 +363,7 @@ class Stages:
         return self._detachable(loss)
 
     def _detachable(self, tensor: Tensor) -> Tensor:
-        """Return a copy of ``tensor`` if torch will detach it in place, as it does for a two-part backward."""
+        """Return a copy of ``tensor`` if torch will detach the tensor in place, as in a two-part backward."""
         return tensor.clone() if self._splits else tensor
 
     def _end(self, output: Tensor, number: int) -> Tensor:

@@ -558,7 +558,7 @@ class BalancedStrategy(RankedStrategy):
         return EngineState(module, states, {"split": list(self._split)}, by_rank)
 
     def load(self, state: EngineState) -> None:
-        """Load this rank's part of a full state, and adopt the saved split if it fits and the split is measured."""
+        """Load this rank's part of a full state. With ``split="measured"``, adopt the saved split if it fits."""
         if state.module is not None:
             self._parts.load_state_dict(state.module, self.module.strict_loading)
         for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):

@@ -147,7 +147,7 @@ class StageTimes:
 
 
 class _Pending(NamedTuple):
-    """A window that the host has finished but the GPU may still compute, with clock times or GPU events."""
+    """A window that the host has finished but the GPU may still be computing, with clock times or GPU events."""
 
     begin: float
     end: float

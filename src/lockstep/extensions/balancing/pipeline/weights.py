@@ -210,7 +210,7 @@ class WholeModule:
 
 
 def _bring(parameter: Parameter, device: torch.device, optimizers: list[Optimizer]) -> None:
-    """Move a parameter to a device, with its gradient and the optimizer states that were on its device."""
+    """Move a parameter to a device, with its gradient and the optimizer states that are on the parameter's device."""
     before = parameter.device
     if before == device:
         return

@@ -311,7 +311,7 @@ class _DDP(_Single):
         return self.trained if registered != arrived else 0.0
 
     def waiting(self, arrived: float) -> float:
-        """Return the bytes of gradients that are not copied into a bucket yet when ``arrived`` bytes are computed."""
+        """Return the bytes of gradients that are not yet copied into a bucket once ``arrived`` bytes are computed."""
         sizes = {p.name: p.size for p in self.profile.parameters}
         # the gradients of a bucket are copied into it together
         for bucket in self.buckets[1]:
@@ -574,7 +574,7 @@ def _outside(step: StepProfile) -> tuple[list[SpanProfile], list[SpanProfile]]:
 
 
 def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Iterator[Block]:
-    """Yield the cost of each block. Code before and after the chain counts for the first and the last block."""
+    """Yield the cost of each block. Code before and after the chain counts toward the first and the last block."""
     step, count = profile.steps["kept"], candidate.micro_batches
     last, (before, behind) = len(profile.blocks) - 1, profile.outside
     early, late = _outside(step)
@@ -631,7 +631,7 @@ def _memory_of_rank(profile: ModelProfile, stages: Sequence[Stage], flights: Seq
 
 
 def _row(profile: ModelProfile, hardware: Hardware, each: int, in_flight: Sequence[float]) -> list[Device]:
-    """Return one `Device` for each stage, with the memory that a stage gets if a device runs ``each`` stages."""
+    """Return one `Device` for each stage. A device that runs ``each`` stages divides its memory equally among them."""
     bandwidth, latency = hardware.slowest_link()
     everywhere = sum(_memory_of_rank(profile, (), ()).values())
     received = 2 * each * max(block.sends for block in profile.blocks)

@@ -447,13 +447,13 @@ class _Clock:
         self.record(name, REST)
 
     def enter(self, layer: nn.Module, args: object) -> None:
-        """Record the start of a block's forward. It is a forward pre-hook."""
+        """Record the start of a block's forward, as a forward pre-hook."""
         # a recomputed forward counts as part of the backward
         if self._forward:
             self.record(FORWARD, self.units[id(layer)])
 
     def leave(self, layer: nn.Module, args: object, output: object) -> None:
-        """Record the end of a block's forward. It is a forward hook."""
+        """Record the end of a block's forward, as a forward hook."""
         if not self._forward:
             return
         unit = self.units[id(layer)]

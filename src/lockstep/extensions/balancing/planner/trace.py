@@ -243,13 +243,13 @@ class StepTrace(TorchDispatchMode):
             self._owners.append(unit)
 
     def enter(self, layer: nn.Module, args: object) -> None:
-        """Start a span before the forward of a block. It is a forward pre-hook."""
+        """Start a span before the forward of a block, as a forward pre-hook."""
         if self._phase == FORWARD:
             self._running.append(self.units[id(layer)])
             self._open(self._running[-1])
 
     def leave(self, layer: nn.Module, args: object, output: object) -> None:
-        """End the span after the forward of a block, and record its output's bytes. It is a forward hook."""
+        """As a forward hook, end the span after the forward of a block, and record the bytes of the output."""
         if self._phase == FORWARD and self._running:
             unit = self._running.pop()
             self.sends[unit] = sum(t.numel() * t.element_size() for t in tensors_in(output, 3))
@@ -311,7 +311,7 @@ class StepTrace(TorchDispatchMode):
         self._live.pop(key, None)
 
     def arrived(self, parameter: Tensor) -> None:
-        """Record a parameter's place in the order in which gradients arrive. It is a hook on accumulated gradients."""
+        """As a hook on accumulated gradients, record a parameter's position in the order in which gradients arrive."""
         self.arrivals.setdefault(id(parameter), len(self.arrivals))
         self.mark(tensors_in(parameter.grad, 1), "gradient")
 
@@ -327,7 +327,7 @@ class StepTrace(TorchDispatchMode):
 
 
 def fake(module: nn.Module, dtype: torch.dtype | None = None) -> Callable[[], None]:
-    """Replace a module's parameters and buffers with fake tensors. Call it within ``FakeTensorMode``.
+    """Replace a module's parameters and buffers with fake tensors. Must be called within ``FakeTensorMode``.
 
     Args:
         module: changed in place. Shared tensors stay shared.

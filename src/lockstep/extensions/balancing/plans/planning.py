@@ -34,7 +34,7 @@ DEPENDS = (
 
 
 def _silent(*args: object, **kwargs: object) -> None:
-    """Replace ``log`` and ``log_dict`` while a step is profiled, by doing nothing."""
+    """Do nothing, in place of ``log`` and ``log_dict`` while a step is profiled."""
 
 
 @contextmanager

@@ -61,7 +61,7 @@ class PredictionCheck(Callback):
             self.plan.check_model(type(pl_module).__name__, key_of(named), self.where)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Record the start of each of the fit's first batches, and after the last of these log the comparison."""
+        """Record the start times of the fit's first batches, and log the comparison once all are recorded."""
         if len(self._moments) > WARM_UP + COUNTED:
             return
         # a steady step never waits for the device; the first ones do, to be measured

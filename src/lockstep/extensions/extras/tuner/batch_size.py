@@ -1,4 +1,4 @@
-"""Search for the largest batch size with which some steps run without exhausting memory."""
+"""Search for the largest batch size at which a few steps run without exhausting memory."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def check_data(trainer: Trainer, name: str) -> None:
 
 
 def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
-    """Search for the batch size inside a call of the Trainer; set the attribute to the result, and return it.
+    """Search for the batch size inside a call of the Trainer; set the attribute to the result, and return the result.
 
     Return None in a ``fast_dev_run``.
 
@@ -191,7 +191,7 @@ def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
 
 
 def _run_trial(trainer: Trainer, snapshot: TrialSnapshot, steps: int) -> int:
-    """Run one trial; return the number of samples in the data set, or 0 if it is unknown."""
+    """Run one trial; return the number of samples in the data set, or 0 if this number is unknown."""
     if trainer.state.fn is not TrainerFn.FITTING:
         flags: dict[str, Any] = {f"limit_{STAGES[str(trainer.state.fn)]}_batches": steps}
         with trial(trainer, snapshot, [], **flags):
@@ -236,7 +236,7 @@ def _make_loaders_again(trainer: Trainer) -> None:
 
 
 class BatchSizeFinder(Callback):
-    """Callback that finds the largest batch size that fits into memory, with which the Trainer call then runs.
+    """Callback that finds the largest batch size that fits into memory; the Trainer call then uses this batch size.
 
     The loaders must come from hooks of the module or of a data module that read the attribute.
 

@@ -354,7 +354,7 @@ def evaluate(trainer: Trainer) -> Any:
 
 
 def configure_again(trainer: Trainer) -> None:
-    """Call ``configure_optimizers`` again before training, because its result may depend on what was found."""
+    """Call ``configure_optimizers`` again before training, because its result may depend on a value just found."""
     strategy, found = trainer.strategy, configured_optimizers(trainer.session)
     if trainer.world_size == 1:
         strategy.setup_optimizers(*found)
@@ -372,7 +372,7 @@ def has_started(trainer: Trainer) -> bool:
 
 
 def _holders(trainer: Trainer, name: str) -> Iterator[tuple[str, Any, bool]]:
-    """Yield (name, object, whether the object is a mapping) for all objects that have the attribute ``name``."""
+    """Yield (name, object, True if the object is a mapping) for all objects that have the attribute ``name``."""
     for word, owner in (("model", trainer.lightning_module), ("datamodule", trainer.datamodule)):
         if owner is None:
             continue

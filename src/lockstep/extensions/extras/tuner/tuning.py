@@ -193,7 +193,7 @@ def _check_callbacks(trainer: Trainer, kind: type) -> None:
 
 
 class _OnlySetUp(Callback):
-    """Callback that stands for a user's callback in a search, and calls only its ``setup`` and ``teardown``."""
+    """Callback that replaces a user's callback in a search, and calls only the user's ``setup`` and ``teardown``."""
 
     def __init__(self, callback: Callback) -> None:
         self._callback = callback
@@ -209,7 +209,7 @@ class _OnlySetUp(Callback):
 def _prepared(
     trainer: Trainer, fn: TrainerFn, model: LightningModule, given: dict[str, Any], data: LightningDataModule | None
 ) -> Iterator[None]:
-    """Prepare a call of the Trainer up to the start of its loop, for a context; restore the Trainer afterwards.
+    """Set up a Trainer call, up to the start of its loop, for the context; restore the Trainer afterwards.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; raised after everything is restored.

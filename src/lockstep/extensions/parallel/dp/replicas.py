@@ -88,7 +88,7 @@ class DataParallel(nn.Module):
         return self.gather(self.parallel_apply(replicas, parts), self.output_device)
 
     def replicate(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-        """Return a replica of the module for each device; the first one is the module itself. It may be overridden.
+        """Return a replica of the module for each device; the first replica is the module itself.
 
         Args:
             module: the module, on the first device.
@@ -97,7 +97,7 @@ class DataParallel(nn.Module):
         return replicate(module, devices)
 
     def scatter(self, inputs: object, devices: Sequence[torch.device]) -> list[Any]:
-        """Split the inputs among the devices; see :func:`scatter`. It may be overridden.
+        """Split the inputs among the devices; see :func:`scatter`. A subclass may override this method.
 
         Args:
             inputs: nested collections of tensors and other objects.
@@ -112,7 +112,7 @@ class DataParallel(nn.Module):
         return scatter(inputs, devices, self.dim)
 
     def parallel_apply(self, replicas: Sequence[nn.Module], parts: Sequence[Any]) -> list[Any]:
-        """Run each replica on its part ``(inputs, kwargs)``, and return the outputs. It may be overridden.
+        """Run each replica on its part ``(inputs, kwargs)``, and return the outputs. A subclass may override this.
 
         Args:
             replicas: one module per part.
@@ -122,7 +122,7 @@ class DataParallel(nn.Module):
         return in_threads(calls, self.devices)
 
     def gather(self, outputs: Sequence[Any], device: torch.device) -> Any:
-        """Join the outputs of the parts; see :func:`gather`. It may be overridden.
+        """Join the outputs of the parts; see :func:`gather`. A subclass may override this method.
 
         Args:
             outputs: an output per part, all of the same structure.
@@ -168,7 +168,7 @@ def rows_of(batch: object, dim: int = 0) -> int | None:
 
 
 def part_sizes(rows: int, parts: int) -> list[int]:
-    """Return the sizes of at most ``parts`` non-empty parts that differ by at most one; larger ones are first."""
+    """Divide ``rows`` into at most ``parts`` parts. Return sizes that differ by at most one, largest first."""
     parts = max(1, min(rows, parts))
     return [rows // parts + (part < rows % parts) for part in range(parts)]
 

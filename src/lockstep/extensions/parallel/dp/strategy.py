@@ -116,7 +116,7 @@ class _LoggedInPart:
 
 
 class _SharedMetric:
-    """Metric that all replicas share. A lock serializes its calls, and their tensors move to the metric's device."""
+    """Metric that all replicas share. A lock serializes the calls, whose tensors move to the metric's device."""
 
     def __init__(self, metric: Any, turn: AbstractContextManager[object]) -> None:
         self.metric, self._turn = metric, turn

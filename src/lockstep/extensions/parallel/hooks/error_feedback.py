@@ -1,4 +1,4 @@
-"""A hook's memory for each parameter, and how it is saved in a checkpoint."""
+"""Memory of communication hooks for each parameter, and functions that save and load a hook's state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Record = dict[str, Tensor]
 
 
 class Memory:
-    """Memory of named tensors for each parameter, saved by the parameter's position in the buckets.
+    """Memory of a communication hook: named tensors for each parameter, saved by the position in the buckets.
 
     A checkpoint cannot refer to parameters, so it has the records by bucket and place. Its bucket plan is restored
     before the records are used.

@@ -105,14 +105,14 @@ class StreamQueue(OrderedQueue):
         self._streams: dict[torch.device, Any] = {}
 
     def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
-        """Run a job, and return a future of the result that makes waiting streams wait for this queue's stream."""
+        """Run a job, and return a future. Streams that wait for the future wait for this queue's stream."""
         future = _future(device)
         with self._on_stream(device):
             _complete(future, job, group)
         return future
 
     def _on_stream(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return a context on this queue's stream, after the current stream's work so far."""
+        """Return a context that selects this queue's stream, which first waits for the current stream's work so far."""
         if not _has_queue(device):
             return nullcontext()
         if device not in self._streams:
@@ -196,7 +196,7 @@ def _complete(future: Future, job: Job, group: comm.Group) -> None:
 
 
 def completed(tensor: Tensor) -> Future:
-    """Return a completed future with ``tensor``."""
+    """Return a completed future whose value is ``tensor``."""
     future = _future(tensor.device)
     future.set_result(tensor)
     return future
@@ -346,7 +346,7 @@ class CallbackErrors:
             _current.errors = before
 
     def wait(self, future: torch.futures.Future[Any]) -> Any:
-        """Return the value of ``future``, or raise the error of a callback as it was raised there."""
+        """Return the value of ``future``. If a callback failed, raise the callback's original error."""
         # a plain wait would not return if a done callback has failed
         if self._may_stay_open:
             while self.error is None and not future.done():
@@ -569,7 +569,7 @@ class HookTransport(AllReduce):
 def attach_hook(
     reducer: Reducer, state: object, hook: Callable[..., Any], round_group: RoundGroup | None = None
 ) -> None:
-    """Make ``hook`` reduce the buckets of ``reducer``. Call it on every rank before the first `prepare`.
+    """Make ``hook`` reduce the buckets of ``reducer``. Must run on every rank before the first `prepare`.
 
     Args:
         reducer: a reducer without a hook.

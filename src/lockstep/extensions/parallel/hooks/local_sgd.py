@@ -34,7 +34,7 @@ def node_group(group: comm.Group = None) -> Any:
 
 
 def group_of(members: list[int], group: comm.Group = None) -> Any:
-    """Create a process group with the given ranks, which include this one. Collective on these ranks.
+    """Create a process group with the given ranks, which include this rank. Collective on these ranks.
 
     Args:
         members: ranks within ``group``.
@@ -180,7 +180,7 @@ def post_local_sgd(state: PostLocalSGDState, bucket: GradBucket) -> torch.future
 
 
 def marks_of(hook: object, state: Any) -> RoundGroup | None:
-    """Return a function for the group in which a round exchanges used parameters; None if the group is fixed.
+    """Return a function that selects the group in which a round exchanges used parameters; None for a fixed group.
 
     Args:
         hook: a communication hook of lockstep or torch, wrapped or not.

@@ -244,7 +244,7 @@ class _Round:
 
 
 def _rows(parameter: Tensor) -> int:
-    """Return the number of rows that a gradient has when its buffer is seen as a matrix; 0 for vectors."""
+    """Return the number of rows that a gradient has when its buffer is viewed as a matrix; 0 for vectors."""
     if parameter.dim() < 2 or parameter.numel() == 0:
         return 0
     # the outermost dimension in memory: a gradient has its parameter's layout, which may be channels_last
