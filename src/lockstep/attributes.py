@@ -484,6 +484,8 @@ class Attributes:
         """Return :attr:`callback_metrics` reduced over the ranks, so that decisions are the same on all ranks.
 
         Collective: call it on every rank, at the same place.
+
+        The values are scalar tensors.
         """
         if self.strategy.absent:
             self.strategy.check_present("trainer.reduced_metrics()")

@@ -75,7 +75,10 @@ class LightningDataModule(HyperparametersMixin):
         """
 
     def setup(self, stage: str) -> None:
-        """Build data sets and splits, in every process."""
+        """Build data sets and splits, in every process.
+
+        ``stage`` is "fit", "validate", "test" or "predict".
+        """
 
     def train_dataloader(self) -> TRAIN_DATALOADERS:
         """Return the training loader, or a dict, list or `CombinedLoader` of several.
@@ -86,19 +89,36 @@ class LightningDataModule(HyperparametersMixin):
         raise self._missing("train_dataloader", "fit")
 
     def val_dataloader(self) -> EVAL_DATALOADERS:
-        """Return the validation loader, or a list of several."""
+        """Return the validation loader, or a list of several.
+
+        Raises:
+            MisconfigurationException: the hook is not overridden.
+        """
         raise self._missing("val_dataloader", "validate")
 
     def test_dataloader(self) -> EVAL_DATALOADERS:
-        """Return the test loader, or a list of several."""
+        """Return the test loader, or a list of several.
+
+        Raises:
+            MisconfigurationException: the hook is not overridden.
+        """
         raise self._missing("test_dataloader", "test")
 
     def predict_dataloader(self) -> EVAL_DATALOADERS:
-        """Return the prediction loader, or a list of several."""
+        """Return the prediction loader, or a list of several.
+
+        Raises:
+            MisconfigurationException: the hook is not overridden.
+        """
         raise self._missing("predict_dataloader", "predict")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before its transfer to the device, and return it. By default, the batch does not change."""
+        """Change a batch before its transfer to the device, and return it. By default, the batch does not change.
+
+        Args:
+            batch: batch that the loader yielded.
+            dataloader_idx: number of its loader, from 0.
+        """
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -106,11 +126,21 @@ class LightningDataModule(HyperparametersMixin):
 
         Override it for batches with tensors in other objects than dicts, lists, tuples, dataclasses and objects with
         a method ``to``.
+
+        Args:
+            batch: result of :meth:`on_before_batch_transfer`.
+            device: device of this rank.
+            dataloader_idx: number of the batch's loader, from 0.
         """
         return move_data_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch after its transfer to the device, and return it. By default, the batch does not change."""
+        """Change a batch after its transfer to the device, and return it. By default, the batch does not change.
+
+        Args:
+            batch: result of :meth:`transfer_batch_to_device`.
+            dataloader_idx: number of its loader, from 0.
+        """
         return batch
 
     def on_exception(self, exception: BaseException) -> None:

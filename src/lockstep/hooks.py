@@ -15,6 +15,9 @@ from lockstep.ground.types import STEP_OUTPUT
 class ModuleHooks:
     """Hooks of a LightningModule, for a model to override. Each runs after the callbacks' hooks of the same name.
 
+    In the hooks of batches, ``batch`` is the batch on its device, ``batch_idx`` its number in the epoch, from 0, and
+    ``dataloader_idx`` the number of its loader, from 0.
+
     Attributes:
         prepare_data_per_node: :meth:`prepare_data` runs once per node (True) or once in total (False).
     """
@@ -84,7 +87,10 @@ class ModuleHooks:
         """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Run after an accumulation window's first forward, before the previous window's gradients become None."""
+        """Run after an accumulation window's first forward, before the previous window's gradients become None.
+
+        ``optimizer`` is the optimizer whose gradients are set to None.
+        """
 
     def on_before_backward(self, loss: Tensor) -> None:
         """Run before the backward of ``loss``, which is already multiplied by the micro-batch's share of the window."""
@@ -189,6 +195,9 @@ class ModuleHooks:
     def train_dataloader(self) -> Any:
         """Return the training loader, or a dict or list of loaders. lockstep distributes the samples over the ranks.
 
+        Raises:
+            NotImplementedError: the hook is not overridden. The other loader hooks raise the same error.
+
         Example::
 
             def train_dataloader(self):
@@ -209,7 +218,12 @@ class ModuleHooks:
         raise NotImplementedError("`predict_dataloader` is not defined")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before its transfer to the device, and return it. By default, the batch does not change."""
+        """Change a batch before its transfer to the device, and return it. By default, the batch does not change.
+
+        Args:
+            batch: batch that the loader yielded.
+            dataloader_idx: number of its loader, from 0.
+        """
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -217,11 +231,28 @@ class ModuleHooks:
 
         Override it for batches with tensors in other objects than dicts, lists, tuples, dataclasses and objects with
         a method ``to``.
+
+        Args:
+            batch: result of :meth:`on_before_batch_transfer`.
+            device: device of this rank.
+            dataloader_idx: number of the batch's loader, from 0.
+
+        Example::
+
+            def transfer_batch_to_device(self, batch, device, dataloader_idx):
+                if isinstance(batch, Graph):
+                    return Graph(batch.nodes.to(device), batch.edges.to(device))
+                return super().transfer_batch_to_device(batch, device, dataloader_idx)
         """
         return move_data_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch after its transfer to the device, and return it. By default, the batch does not change."""
+        """Change a batch after its transfer to the device, and return it. By default, the batch does not change.
+
+        Args:
+            batch: result of :meth:`transfer_batch_to_device`.
+            dataloader_idx: number of its loader, from 0.
+        """
         return batch
 
     # -- checkpoints ---------------------------------------------------------------------------------------

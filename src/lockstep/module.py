@@ -222,6 +222,14 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         """Evaluate one batch. Define it as ``validation_step(batch, batch_idx, dataloader_idx=0)``.
 
         It runs in eval mode and without gradients. Values logged here are averaged over the epoch.
+
+        The return value is only passed to ``on_validation_batch_end``.
+
+        Example::
+
+            def validation_step(self, batch, batch_idx):
+                x, y = batch
+                self.log("val_acc", (self.net(x).argmax(dim=-1) == y).float().mean(), prog_bar=True)
         """
         raise NotImplementedError("`validation_step` is not defined")
 
@@ -233,6 +241,11 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         """Return the prediction for one batch. Define it as ``predict_step(batch, batch_idx, dataloader_idx=0)``.
 
         The default returns ``self(batch)``.
+
+        Example::
+
+            def predict_step(self, batch, batch_idx):
+                return self.net(batch[0]).argmax(dim=-1)
         """
         return self(kwargs.get("batch", args[0] if args else None))
 
@@ -254,7 +267,13 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         raise NotImplementedError("`configure_optimizers` is not defined")
 
     def configure_callbacks(self) -> Any:
-        """Return a callback or a list of callbacks. Each callback replaces the Trainer's callbacks of the same type."""
+        """Return a callback or a list of callbacks. Each callback replaces the Trainer's callbacks of the same type.
+
+        Example::
+
+            def configure_callbacks(self):
+                return [EarlyStopping("val_loss"), ModelCheckpoint(monitor="val_loss")]
+        """
         return []
 
     # -- logging -------------------------------------------------------------------------------------------
@@ -340,6 +359,9 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     def log_dict(self, dictionary: Mapping[str, Any] | MetricCollection, **options: Unpack[LogOptions]) -> None:
         """Log every item in a dict or torchmetrics ``MetricCollection``; options are those of :meth:`log`.
 
+        Args:
+            dictionary: values by name, each as in :meth:`log`.
+
         Example::
 
             self.log_dict({"loss": loss, "accuracy": accuracy}, on_epoch=True)
@@ -365,6 +387,10 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         Returns:
             a collection like ``data``, with tensors of shape ``(world_size, *shape)``; on one process tensors of
             their own shape.
+
+        Example::
+
+            scores = self.all_gather(scores)  # (world_size, batch, classes); on one process (batch, classes)
         """
         strategy = self.trainer.strategy
 
@@ -410,11 +436,21 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         self.trainer.fit_loop.step.manual_backward(loss, *args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of ``loss``. Override it to replace ``loss.backward()``."""
+        """Compute the gradients of ``loss``. Override it to replace ``loss.backward()``.
+
+        Args:
+            loss: scalar tensor, already multiplied by the micro-batch's share of the window and, under "16-mixed", by
+                the loss scale.
+            args, kwargs: further arguments of ``torch.Tensor.backward``.
+        """
         loss.backward(*args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
-        """Set ``requires_grad=False`` for parameters of other optimizers, until :meth:`untoggle_optimizer`."""
+        """Set ``requires_grad=False`` for parameters of other optimizers, until :meth:`untoggle_optimizer`.
+
+        Args:
+            optimizer: optimizer whose parameters stay as they are.
+        """
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for other in self.trainer.optimizers:
             for group in other.param_groups:
@@ -425,14 +461,28 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
                         self.trainer.strategy.set_requires_grad(parameter, False)
 
     def untoggle_optimizer(self, optimizer: Optimizer) -> None:
-        """Restore ``requires_grad`` of the parameters that :meth:`toggle_optimizer` has changed."""
+        """Restore ``requires_grad`` of the parameters that :meth:`toggle_optimizer` has changed.
+
+        Args:
+            optimizer: unused, because all changes are undone; for scripts written for Lightning.
+        """
         for parameter, needed in self._toggled.items():
             self.trainer.strategy.set_requires_grad(parameter, needed)
         self._toggled = {}
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
-        """Run a ``with`` block between :meth:`toggle_optimizer` and :meth:`untoggle_optimizer`."""
+        """Run a ``with`` block between :meth:`toggle_optimizer` and :meth:`untoggle_optimizer`.
+
+        Args:
+            optimizer: as in :meth:`toggle_optimizer`.
+
+        Example::
+
+            with self.toggled_optimizer(generator_optimizer):
+                self.manual_backward(self.generator_loss(batch))
+                generator_optimizer.step()
+        """
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -463,6 +513,8 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     ) -> None:
         """Clip gradients at the end of an accumulation window. Override it for another kind of clipping.
 
+        The arguments are those of :meth:`clip_gradients`, with the values of the Trainer's flags.
+
         Example::
 
             def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
@@ -478,6 +530,12 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         An override must run ``optimizer_closure``, which runs the last forward and backward of the window, or pass it
         to ``optimizer.step``.
 
+        Args:
+            epoch: current epoch, from 0.
+            batch_idx: number of the window's last batch in the epoch, from 0.
+            optimizer: optimizer to step.
+            optimizer_closure: function without arguments that returns the loss.
+
         Example::
 
             def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
@@ -488,11 +546,22 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Set the gradients of the last accumulation window to None."""
+        """Set the gradients of the last accumulation window to None.
+
+        Args:
+            epoch: current epoch, from 0.
+            batch_idx: number of the batch in the epoch, from 0.
+            optimizer: optimizer whose gradients are set to None.
+        """
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: LRSchedulerTypeUnion, metric: SupportsFloat | None) -> None:
-        """Step a scheduler; ``metric`` is the value that the scheduler monitors, or None."""
+        """Step a scheduler; ``metric`` is the value that the scheduler monitors, or None.
+
+        Args:
+            scheduler: scheduler from ``configure_optimizers``.
+            metric: number or scalar tensor; None without a ``"monitor"``.
+        """
         if metric is None and not isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step()
         else:
@@ -533,7 +602,10 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
         Raises:
             CorruptCheckpoint: the file is truncated, altered, or not a checkpoint.
-            MisconfigurationException: ``__init__`` needs an argument that neither the file nor ``kwargs`` has.
+            MisconfigurationException: ``__init__`` needs an argument that neither the file nor ``kwargs`` has; or
+                `strict` contradicts the module's ``strict_loading``.
+            FileNotFoundError: the file does not exist.
+            RuntimeError: `strict` applies, and names or shapes of weights differ.
 
         Example::
 

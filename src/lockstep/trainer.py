@@ -106,7 +106,8 @@ class Trainer(Attributes):
         min_epochs: train at least this many epochs before an early stop.
         max_steps: stop after this many optimizer steps; -1: no limit.
         min_steps: train at least this many optimizer steps before an early stop.
-        max_time: stop after this time: "DD:HH:MM:SS", a timedelta, or its arguments as a dict.
+        max_time: stop after this time: "DD:HH:MM:SS" (days, hours, minutes, seconds), a timedelta, or its arguments as
+            a dict.
         limit_train_batches: number (int) or fraction (float) of the batches of an epoch; default 1.0.
         limit_val_batches: number or fraction of the batches of each validation loader; default 1.0.
         limit_test_batches: number or fraction of the batches of each test loader; default 1.0.
@@ -156,8 +157,8 @@ class Trainer(Attributes):
             Weights that are not finite are never saved.
         hang_timeout: time, in seconds or as a timedelta, after which a wait of ranks for others is reported: which rank
             waits where, and what the others do. None: never.
-        hang_kill: time after which such a run is ended; if ranks have provably diverged, it is ended at once. None:
-            never.
+        hang_kill: time, in seconds or as a timedelta, after which such a run is ended; if ranks have provably diverged,
+            it is ended at once. None: never.
         **others: flags of Lightning 0.4 to 1.9, translated with a warning (``names/old_flags.py``); any other flag is
             an error.
 
@@ -348,7 +349,10 @@ class Trainer(Attributes):
             the `Result`, the same on every rank: why the fit ended, its metrics, epochs and steps.
 
         Raises:
-            MisconfigurationException: module, loaders and flags do not fit together.
+            MisconfigurationException: module, loaders and flags do not fit together, or there is no "best" checkpoint.
+            CorruptCheckpoint: the checkpoint is truncated, altered, or not a checkpoint.
+            FileNotFoundError: there is no file or folder `ckpt_path`.
+            NonFiniteError: weights are NaN or infinite, with ``non_finite="protect"``.
 
         Example::
 
@@ -423,6 +427,9 @@ class Trainer(Attributes):
         Returns:
             a certificate, which is true if all values agree. Otherwise it names the first difference and its cause.
 
+        Raises:
+            MisconfigurationException: the module, its data or a flag of the Trainer cannot be pickled.
+
         Example::
 
             certificate = Trainer(strategy="ddp", devices=2).verify(model, loader)
@@ -453,7 +460,14 @@ class Trainer(Attributes):
             weights_only: as in :meth:`fit`.
 
         Returns:
-            a dict of metrics for each loader, reduced over the ranks.
+            a list with a dict for each loader, from the names of its logged metrics to their values, reduced over the
+            ranks; the same on every rank.
+
+        Raises:
+            MisconfigurationException: module, loaders and flags do not fit together; no module was passed and there was
+                no earlier call; a "best" or "last" checkpoint does not exist; or a fit is running its epochs.
+            CorruptCheckpoint: the checkpoint is truncated, altered, or not a checkpoint.
+            FileNotFoundError: there is no file or folder `ckpt_path`.
 
         Example::
 
@@ -472,7 +486,11 @@ class Trainer(Attributes):
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate a module on the test data. Arguments and result are those of :meth:`validate`."""
+        """Evaluate a module on the test data. Arguments and result are those of :meth:`validate`.
+
+        Errors are those of :meth:`validate` too. The test data is that of ``test_dataloader()`` if no loaders are
+        passed.
+        """
         given = self._attach(TrainerFn.TESTING, model, {"test": dataloaders}, datamodule)
         path = self._checkpoint(ckpt_path, model_given=given)
         return self._call(self.test_loop, path, verbose, True, weights_only)
@@ -500,6 +518,14 @@ class Trainer(Attributes):
             a list of what ``predict_step`` returned for each batch; with several loaders a list of such lists. It has
             the batches of this rank; those of all ranks if the call has started the processes ("ddp_spawn",
             "ddp_notebook", "ddp_fork").
+
+        Raises:
+            MisconfigurationException: as in :meth:`validate`.
+            CorruptCheckpoint, FileNotFoundError: as in :meth:`validate`.
+
+        Example::
+
+            predictions = torch.cat(trainer.predict(model, loader))  # predict_step returns (batch, classes)
         """
         given = self._attach(TrainerFn.PREDICTING, model, {"predict": dataloaders}, datamodule)
         path = self._checkpoint(ckpt_path, model_given=given)
@@ -526,6 +552,9 @@ class Trainer(Attributes):
 
         Raises:
             MissingAttribute: no fit has set up a module, or its state is in other processes.
+            TypeError: the CheckpointIO has no `storage_options`.
+            NonFiniteError: the weights are not finite; nothing was written.
+            OSError: this rank cannot write its file; the other ranks then raise a RuntimeError.
         """
         call = f"trainer.save_checkpoint({os.fspath(filepath)!r})"
         session = self._saved_session(call)
@@ -570,6 +599,9 @@ class Trainer(Attributes):
 
         Raises:
             MissingAttribute: no fit has set up a module, or it is in other processes.
+            MisconfigurationException: `max_shard_size` is not a size, `model` is not a submodule of the module, or the
+                choice is not unique.
+            ModuleNotFoundError: safetensors is not installed.
         """
         strategy = self._saved_session(f"trainer.save_pretrained({os.fspath(folder)!r})").strategy
         from lockstep.checkpoint import export  # few runs write one

@@ -28,6 +28,10 @@ class Callback:
     ``checkpoint["callbacks"][state_key]`` and passed to :meth:`load_state_dict` on resume. Checkpoints
     contain no code, so use tensors, numbers, strings and dicts, lists or tuples of them.
 
+    Hooks receive the Trainer that runs, ``trainer``, and its module, ``pl_module``. In the hooks of batches, ``batch``
+    is the batch on its device, ``batch_idx`` its number in the epoch, from 0 (in evaluations, its number among the
+    batches of this rank and loader), and ``dataloader_idx`` the number of its loader, from 0.
+
     Example::
 
         class Greeter(Callback):
@@ -117,7 +121,11 @@ class Callback:
         """Run every few accumulation windows on all ranks, with the ranks' typical window times since the last call."""
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Run before ``loss.backward()``."""
+        """Run before ``loss.backward()``.
+
+        ``loss`` is a scalar tensor, already multiplied by the micro-batch's share of the window and, under
+        "16-mixed", by the loss scale.
+        """
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Run after ``loss.backward()``, before gradients are clipped."""

@@ -59,7 +59,8 @@ class EarlyStopping(Callback):
         stopping_reason_message: this condition as a sentence; None if training was not stopped.
 
     Raises:
-        MisconfigurationException: an argument is out of its range, or ``monitor`` was never logged.
+        MisconfigurationException: ``mode`` is neither "min" nor "max"; or, at a check with ``strict``, ``monitor`` was
+            never logged.
 
     Example::
 
@@ -154,7 +155,11 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a saved state; a state without a reason to stop, from Lightning before 2.6, is accepted."""
+        """Load a saved state; a state without a reason to stop, from Lightning before 2.6, is accepted.
+
+        Raises:
+            ValueError: the best score is not a single number.
+        """
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.best_score = torch.as_tensor(state_dict["best_score"]).squeeze().cpu()

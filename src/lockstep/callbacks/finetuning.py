@@ -58,13 +58,29 @@ class BaseFinetuning(Callback):
     # -- to override ---------------------------------------------------------------------------------------
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:
-        """Freeze parameters that are not trained from the start; called in ``setup``, on every rank."""
+        """Freeze parameters that are not trained from the start; called in ``setup``, on every rank.
+
+        Args:
+            pl_module: module of the run.
+
+        Raises:
+            NotImplementedError: a subclass does not define the method.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} does not define freeze_before_training. Define it to freeze layers."
         )
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze the layers to train from this epoch; called at the start of each epoch, for each optimizer."""
+        """Unfreeze the layers to train from this epoch; called at the start of each epoch, for each optimizer.
+
+        Args:
+            pl_module: module of the run.
+            epoch: epoch that starts, from 0.
+            optimizer: one of the optimizers, to which unfrozen parameters are added.
+
+        Raises:
+            NotImplementedError: a subclass does not define the method.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} does not define finetune_function. Define it to unfreeze layers."
         )
@@ -174,7 +190,11 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Unfreeze all parameters of modules; BatchNorm updates its running statistics again."""
+        """Unfreeze all parameters of modules; BatchNorm updates its running statistics again.
+
+        Args:
+            modules: a module, or a nest of iterables of modules.
+        """
         for module in BaseFinetuning.flatten_modules(modules):
             _set_trainable(module, True)
 
@@ -196,7 +216,12 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the parameters that the optimizer does not have yet; warn about those that it has."""
+        """Return the parameters that the optimizer does not have yet; warn about those that it has.
+
+        Args:
+            optimizer: optimizer whose parameter groups are searched.
+            params: parameters of a group that is to be added.
+        """
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         given = list(params)
         fresh = [parameter for parameter in given if id(parameter) not in known]
@@ -254,7 +279,7 @@ class BackboneFinetuning(BaseFinetuning):
         rounding: number of digits in that report.
 
     Raises:
-        MisconfigurationException: the module has no ``backbone``.
+        MisconfigurationException: at the setup of a call, the module has no ``backbone``.
 
     Example::
 

@@ -69,7 +69,11 @@ class GradientAccumulationScheduler(Callback):
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the Trainer's flags, and pass the schedule to the Trainer before steps are counted."""
+        """Check the Trainer's flags, and pass the schedule to the Trainer before steps are counted.
+
+        Raises:
+            MisconfigurationException: as described in the class, for ``stage`` "fit".
+        """
         if stage != "fit":
             return
         self._restore_flag(trainer)  # from a fit that did not reach its teardown

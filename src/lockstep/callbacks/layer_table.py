@@ -95,7 +95,7 @@ class ModelSummary:
 
     Args:
         model: any ``nn.Module``.
-        max_depth: levels of nesting to show; -1 shows all, 0 only the totals.
+        max_depth: number of levels of nested modules to show; -1 shows all, 0 only the totals.
 
     Raises:
         MisconfigurationException: ``max_depth`` is not an int of at least -1.
@@ -127,7 +127,11 @@ class ModelSummary:
         self._layer_summary = self.summarize()
 
     def summarize(self) -> dict[str, LayerSummary]:
-        """Create the rows by layer name; if the model has an example input, run it to record sizes and operations."""
+        """Create the rows by layer name; if the model has an example input, run it to record sizes and operations.
+
+        Returns:
+            a dict from the names of the shown layers to their rows, in the order of ``named_modules``.
+        """
         rows = {name: LayerSummary(module) for name, module in self.named_modules}
         try:
             if self.has_sizes:
@@ -292,7 +296,15 @@ def totals_of(
 
 
 def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
-    """Return the :class:`ModelSummary` of a module."""
+    """Return the :class:`ModelSummary` of a module.
+
+    Args:
+        lightning_module: any ``nn.Module``.
+        max_depth: number of levels of nested modules to show; -1 shows all, 0 only the totals.
+
+    Raises:
+        MisconfigurationException: ``max_depth`` is not an int of at least -1.
+    """
     return ModelSummary(lightning_module, max_depth=max_depth)
 
 

@@ -39,6 +39,10 @@ class LearningRateMonitor(Callback):
     Raises:
         MisconfigurationException: ``logging_interval`` is invalid, the Trainer has no logger, or two parameter
             groups of an optimizer have the same name.
+
+    Example::
+
+        Trainer(callbacks=[LearningRateMonitor(logging_interval="step", log_momentum=True)])
     """
 
     def __init__(

@@ -38,7 +38,11 @@ class Checkpoint(Callback):
     _decides = True
 
     def find_last(self, trainer: Trainer) -> set[str]:
-        """Return the paths that ``ckpt_path="last"`` may refer to; the Trainer picks the newest."""
+        """Return the paths that ``ckpt_path="last"`` may refer to; the Trainer picks the newest.
+
+        Args:
+            trainer: the Trainer whose call searches for a checkpoint.
+        """
         return set()
 
 
@@ -85,7 +89,8 @@ class ModelCheckpoint(Checkpoint):
         mode: ``"min"`` or ``"max"``: which values of ``monitor`` are better. NaN is worse than all.
         auto_insert_metric_name: write ``epoch=3`` for ``{epoch}``, not ``3``.
         every_n_train_steps: optimizer steps between saves.
-        train_time_interval: time between saves; the first rank whose clock reaches it decides for all.
+        train_time_interval: time between saves, a :class:`datetime.timedelta`; the first rank whose clock reaches it
+            decides for all.
         every_n_epochs: epochs between saves; 0: none at epoch ends.
         save_on_train_epoch_end: save epochs at the end of training (True) or of validation (False).
         enable_version_counter: append ``-v1``, ``-v2`` ... rather than overwrite a file of the same name.
@@ -95,8 +100,9 @@ class ModelCheckpoint(Checkpoint):
             ``Trainer.save_checkpoint``.
 
     Raises:
-        MisconfigurationException: an argument is out of range, or the arguments exclude each other; later, if
-            ``monitor`` was never logged.
+        MisconfigurationException: an argument is out of range, or the arguments exclude each other; at the setup of a
+            call, ``save_pretrained`` or ``save_last="link"`` is used with a URL; later, ``monitor`` was never logged.
+        OSError: the folder cannot be written; raised on all ranks at the setup of the fit.
 
     Example::
 
@@ -210,7 +216,7 @@ class ModelCheckpoint(Checkpoint):
 
         Args:
             max_epochs: limit of the fit; -1: no limit.
-            max_steps: limit of the fit; -1: no limit.
+            max_steps: limit of the fit in optimizer steps; -1: no limit.
         """
         epochs, steps, name = self._every_n_epochs, self._every_n_train_steps, "ModelCheckpoint"
         keeps = self.save_top_k != 0 or self.save_last or self.save_on_exception
@@ -614,6 +620,10 @@ class ModelCheckpoint(Checkpoint):
         """Return True if a checkpoint with the score `current` is among the best.
 
         Metrics are already the same on all ranks, so no communication is needed.
+
+        Args:
+            trainer: unused; for subclasses written for Lightning.
+            current: score to rank, a scalar tensor. None: return False.
         """
         return current is not None and self._is_among_best(current, False)
 
@@ -677,7 +687,22 @@ class ModelCheckpoint(Checkpoint):
     def format_checkpoint_name(
         self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
     ) -> str:
-        """Return the checkpoint path for `metrics`, from the template `filename` (default: the callback's)."""
+        """Return the checkpoint path for `metrics`, from the template `filename` (default: the callback's).
+
+        Args:
+            metrics: values for the names in braces.
+            filename: template, as in the class.
+            ver: number of the version, which is appended as ``-v<ver>``; None: no version.
+            prefix: text before the name, followed by ``-``.
+
+        Returns:
+            the path in ``dirpath``; the name alone before the folder is chosen.
+
+        Example::
+
+            keep = ModelCheckpoint("checkpoints", filename="{epoch}-{val_loss:.2f}")
+            keep.format_checkpoint_name({"epoch": 3, "val_loss": 0.217})  # ".../checkpoints/epoch=3-val_loss=0.22.ckpt"
+        """
         template = filename or self.filename or "{epoch}" + self.CHECKPOINT_JOIN_CHAR + "{step}"
         equals = self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None
         version = None if ver is None else f"v{ver}"
@@ -695,7 +720,12 @@ class ModelCheckpoint(Checkpoint):
         return path
 
     def file_exists(self, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:
-        """Return True on all ranks if the file exists on rank 0. Collective."""
+        """Return True on all ranks if the file exists on rank 0. Collective.
+
+        Args:
+            filepath: path of a file or folder, or a URL.
+            trainer: the Trainer that runs.
+        """
         found = trainer.strategy.checkpoints.has(filepath) if trainer.is_global_zero else None
         return bool(trainer.strategy.broadcast(found))
 
@@ -710,7 +740,15 @@ class ModelCheckpoint(Checkpoint):
         return self._offered
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
-        """Write :attr:`best_k_models` (path: score) as YAML, by default to ``best_k_models.yaml`` in the folder."""
+        """Write :attr:`best_k_models` (path: score) as YAML, by default to ``best_k_models.yaml`` in the folder.
+
+        Args:
+            filepath: path of the file; an existing one is replaced atomically. None: the default, once a fit has chosen
+                the folder.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         if filepath is None:
             assert self.dirpath is not None, "the folder is chosen when a fit starts"
             filepath = os.path.join(self.dirpath, "best_k_models.yaml")

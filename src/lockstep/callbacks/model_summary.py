@@ -26,7 +26,7 @@ class ModelSummary(Callback):
     show it in another way, override :meth:`summarize`.
 
     Args:
-        max_depth: levels of nesting to show; -1 shows all, 0 disables the summary.
+        max_depth: number of levels of nested modules to show; -1 shows all, 0 disables the summary.
         **summarize_kwargs: arguments for :meth:`summarize`.
 
     Raises:
@@ -101,7 +101,7 @@ class RichModelSummary(ModelSummary):
     """Model summary that is drawn with rich (extra ``rich``) on stdout, on rank 0, at the start of a fit.
 
     Args:
-        max_depth: levels of nesting to show; -1 shows all, 0 disables the summary.
+        max_depth: number of levels of nested modules to show; -1 shows all, 0 disables the summary.
         **summarize_kwargs: ``header_style``, a style of rich ("bold magenta"), and the arguments of an override of
             ``summarize``.
 

@@ -91,6 +91,9 @@ class BasePredictionWriter(Callback):
             batch: the batch that was passed to ``predict_step``.
             batch_idx: index of the batch among those of this rank and loader.
             dataloader_idx: index of the loader.
+
+        Raises:
+            NotImplementedError: a subclass with interval "batch" or "batch_and_epoch" does not define the method.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not define write_on_batch_end. Define it to store a batch's prediction."
@@ -108,6 +111,9 @@ class BasePredictionWriter(Callback):
                 loaders, one such list for each.
             batch_indices: for each loader (even if there is only one) a list of the batches' indices, as in
                 :meth:`write_on_batch_end`.
+
+        Raises:
+            NotImplementedError: a subclass with interval "epoch" or "batch_and_epoch" does not define the method.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not define write_on_epoch_end. Define it to store all predictions."

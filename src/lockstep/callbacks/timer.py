@@ -71,17 +71,33 @@ class Timer(Callback):
 
         Args:
             stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+
+        Raises:
+            ValueError: ``stage`` is not the name of a stage.
         """
         return self._start.get(RunningStage(stage))
 
     def end_time(self, stage: str = RunningStage.TRAINING) -> float | None:
-        """Return the end time of a stage in seconds of :func:`time.monotonic`; None if it has not ended."""
+        """Return the end time of a stage in seconds of :func:`time.monotonic`; None if it has not ended.
+
+        Args:
+            stage: as in :meth:`start_time`.
+
+        Raises:
+            ValueError: ``stage`` is not the name of a stage.
+        """
         return self._end.get(RunningStage(stage))
 
     def time_elapsed(self, stage: str = RunningStage.TRAINING) -> float:
         """Return the seconds from a stage's start until now or its end.
 
         For training, the time before the checkpoint from which the fit resumes is included.
+
+        Args:
+            stage: as in :meth:`start_time`.
+
+        Raises:
+            ValueError: ``stage`` is not the name of a stage.
         """
         stage = RunningStage(stage)
         offset = self._offset if stage is RunningStage.TRAINING else 0.0
@@ -91,7 +107,14 @@ class Timer(Callback):
         return self._end.get(stage, time.monotonic()) - start + offset
 
     def time_remaining(self, stage: str = RunningStage.TRAINING) -> float | None:
-        """Return the remaining seconds of ``duration``, negative if it is exceeded; None if no ``duration`` is set."""
+        """Return the remaining seconds of ``duration``, negative if it is exceeded; None if no ``duration`` is set.
+
+        Args:
+            stage: as in :meth:`start_time`.
+
+        Raises:
+            ValueError: ``stage`` is not the name of a stage.
+        """
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     # -- the stages ----------------------------------------------------------------------------------------

@@ -132,11 +132,18 @@ class CheckpointIO(ABC):
             path: a path that :meth:`save_checkpoint` has written.
             map_location: device of its tensors, as in ``torch.load``; the Trainer passes the CPU.
             weights_only: as in the user's call, such as ``trainer.fit``; not passed if the user has not set it.
+
+        Returns:
+            the dict that was saved.
         """
 
     @abstractmethod
     def remove_checkpoint(self, path: storage.PathLike) -> None:
-        """Delete a checkpoint, or a link to one; do nothing if it does not exist."""
+        """Delete a checkpoint, or a link to one; do nothing if it does not exist.
+
+        Args:
+            path: a path that :meth:`save_checkpoint` has written.
+        """
 
     def then(self, action: Callable[[], Any]) -> None:
         """Run an action once all earlier saves are complete.
@@ -153,7 +160,13 @@ class CheckpointIO(ABC):
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """CheckpointIO that writes torch files atomically, with a hash and without code, on this machine or at a URL."""
+    """CheckpointIO that writes torch files atomically, with a hash and without code, on this machine or at a URL.
+
+    Example::
+
+        checkpoint = TorchCheckpointIO().load_checkpoint("checkpoints/last.ckpt")
+        print(checkpoint["epoch"], list(checkpoint["state_dict"])[:3])
+    """
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: storage.PathLike, storage_options: Any | None = None
@@ -180,6 +193,9 @@ class TorchCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Read a complete checkpoint: a file from lockstep or Lightning 2.x, or a folder that ranks wrote in parts.
 
+        Returns:
+            the dict that was saved.
+
         Raises:
             CorruptCheckpoint: the file is truncated or altered, or is not a checkpoint.
             MisconfigurationException: the file contains objects of other classes, which need ``weights_only=False``.
@@ -190,7 +206,11 @@ class TorchCheckpointIO(CheckpointIO):
         return sharded.load(path, map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: storage.PathLike) -> None:
-        """Delete a file, a link or a folder of parts; do nothing if it does not exist."""
+        """Delete a file, a link or a folder of parts; do nothing if it does not exist.
+
+        Args:
+            path: path or URL.
+        """
         storage.remove(path)
 
 
@@ -268,14 +288,28 @@ class AsyncCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint, after all scheduled writes are complete."""
+        """Read a checkpoint, after all scheduled writes are complete.
+
+        Args:
+            path, map_location, weights_only: as for the CheckpointIO that writes.
+
+        Returns:
+            the dict that was saved.
+
+        Raises:
+            Exception: an earlier checkpoint could not be written.
+        """
         self.wait()
         if weights_only is None:
             return self.checkpoint_io.load_checkpoint(path, map_location=map_location)
         return self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Delete a checkpoint, after all earlier saves are complete."""
+        """Delete a checkpoint, after all earlier saves are complete.
+
+        Args:
+            path: path or URL.
+        """
         self.then(partial(self.checkpoint_io.remove_checkpoint, path))
 
     def then(self, action: Callable[[], Any]) -> None:

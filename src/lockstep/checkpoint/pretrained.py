@@ -244,6 +244,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_s
     Raises:
         MisconfigurationException: the folder belongs to a different model, is quantized, or contains no safetensors.
         CorruptCheckpoint: a file is missing or damaged.
+        ModuleNotFoundError: safetensors is not installed.
 
     Example::
 

@@ -628,6 +628,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Raises:
         MisconfigurationException: the folder is not a checkpoint in parts, or has another tag.
         CorruptCheckpoint: as in `load`.
+        OSError: the file cannot be written.
+
+    Example::
+
+        convert_zero_checkpoint_to_fp32_state_dict("checkpoints/last.ckpt", "whole.ckpt")
+        model = Net.load_from_checkpoint("whole.ckpt")
     """
     folder = checkpoint_dir
     if not is_sharded(folder):

@@ -74,13 +74,25 @@ class ClusterEnvironment(ABC):
         """Return the number of this node, from 0."""
 
     def set_world_size(self, size: int) -> None:  # noqa: B027, may be left as it is
-        """Do nothing: the cluster has assigned the ranks."""
+        """Do nothing: the cluster has assigned the ranks.
+
+        Args:
+            size: number of processes on all nodes.
+        """
 
     def set_global_rank(self, rank: int) -> None:  # noqa: B027, may be left as it is
-        """Do nothing: the cluster has assigned the ranks."""
+        """Do nothing: the cluster has assigned the ranks.
+
+        Args:
+            rank: rank of this process among all, from 0.
+        """
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Raise an error if the Trainer's flags do not match the number of ranks that the cluster has started.
+
+        Args:
+            num_devices: devices on each node.
+            num_nodes: number of nodes.
 
         Raises:
             MisconfigurationException: the flags ask for a different number of ranks.
@@ -101,6 +113,9 @@ class LightningEnvironment(ClusterEnvironment):
     Passed explicitly, it disables the detection of clusters.
 
     The methods of a derived class determine the rank where ``LOCAL_RANK`` is set.
+
+    Raises:
+        MisconfigurationException: a variable that a method reads, such as ``WORLD_SIZE``, is not an integer.
     """
 
     cluster = LOCAL
@@ -131,7 +146,11 @@ class LightningEnvironment(ClusterEnvironment):
         return read_number(os.environ, "WORLD_SIZE", default=1) if self._size is None else self._size
 
     def set_world_size(self, size: int) -> None:
-        """Set the number of processes. Call it if you start the ranks by other means."""
+        """Set the number of processes. Call it if you start the ranks by other means.
+
+        Args:
+            size: number of processes on all nodes.
+        """
         self._size = size
 
     def global_rank(self) -> int:
@@ -244,6 +263,14 @@ class SLURMEnvironment(KnownEnvironment):
         auto_requeue: when SLURM sends ``requeue_signal``, save the run at the next boundary and requeue the job. The
             run resumes when the job starts again.
         requeue_signal: the signal that requests saving and requeuing. Default: SIGUSR1 (``#SBATCH --signal=USR1@90``).
+
+    Raises:
+        MisconfigurationException: the rank is requested in a process that is not a task of the job, or a variable of
+            SLURM is malformed.
+
+    Example::
+
+        Trainer(num_nodes=2, devices=4, plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)])
     """
 
     cluster = "slurm"
@@ -271,7 +298,11 @@ class SLURMEnvironment(KnownEnvironment):
 
     @staticmethod
     def resolve_root_node_address(nodes: str) -> str:
-        """Return the first host in a compressed host list from SLURM: ``"node1"`` for ``"node[1-3]"``."""
+        """Return the first host in a compressed host list from SLURM: ``"node1"`` for ``"node[1-3]"``.
+
+        Args:
+            nodes: value of ``SLURM_NODELIST``.
+        """
         return first_host(nodes)
 
 

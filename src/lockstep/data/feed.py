@@ -175,7 +175,12 @@ class Feed:
             self._batches = self._spec.compared(self._source.open(epoch, 0, start_batch, self._stop))
 
     def prepare(self, epoch: int, accumulate: int) -> None:
-        """Set the epoch. An epoch that was planned or started on other ranks is divided among the current ranks."""
+        """Set the epoch. An epoch that was planned or started on other ranks is divided among the current ranks.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            accumulate: the value for the next call of :meth:`windows`.
+        """
         self._epoch, self._accumulate = epoch, accumulate
         counting, source, most = self.counting, self._source, self._limit
         self._first = counting.done_before(epoch)[0]
@@ -300,11 +305,19 @@ class Feed:
         """Return the data set indices of this rank's part of a micro-batch, and the position of the first index.
 
         Return None if the indices are unknown: with several loaders, a stream, or a user's own sampler.
+
+        Args:
+            number: number of the micro-batch in the epoch, from 0.
         """
         return self._source.samples_of(number)
 
     def batches_done(self, number: int, accumulate: int) -> int:
-        """Return how many micro-batches of the current window precede micro-batch ``number`` of the epoch."""
+        """Return how many micro-batches of the current window precede micro-batch ``number`` of the epoch.
+
+        Args:
+            number: number of the micro-batch in the epoch, from 0.
+            accumulate: the plan's batches per window, as for :meth:`windows`.
+        """
         return (number - self._first) % self.counting.micro(accumulate)
 
     def reached(self, number: int) -> ResumePoint:
@@ -322,6 +335,9 @@ class Feed:
         """Return the accumulation windows of the epoch, each made of ``accumulate`` of the plan's batches.
 
         The last window may have fewer. On the planned number of ranks, each batch of the plan is one micro-batch.
+
+        Args:
+            accumulate: number of the plan's batches per window, at least 1.
         """
         micro = self.counting.micro(accumulate)
         return self._known(micro) if self._ahead else self._fetched(micro)
@@ -337,7 +353,11 @@ class Feed:
         return self._source.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`. Call the method before :meth:`begin` resumes the epoch."""
+        """Load the result of :meth:`state_dict`. Call the method before :meth:`begin` resumes the epoch.
+
+        Args:
+            state: result of :meth:`state_dict` on this rank.
+        """
         point = self.counting.resumed_at
         # A stream that other ranks resume is read by position; the state of one rank does not apply.
         reads_again = self.counting.moved and point is not None and isinstance(point.position, list)

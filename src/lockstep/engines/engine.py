@@ -253,6 +253,9 @@ class Engine:
         Args:
             module: the module to train or evaluate.
             own_backward: the module's override of ``backward``; None if it has none.
+
+        Raises:
+            MisconfigurationException: the module has lazy layers, or another engine has left it partitioned.
         """
         self._refuse_parts(module)
         converted: Any = self.precision.convert_module(module)
@@ -293,7 +296,12 @@ class Engine:
             raise MisconfigurationException(f"{error}.") from None
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Store the optimizers and schedulers from ``configure_optimizers``, before training starts."""
+        """Store the optimizers and schedulers from ``configure_optimizers``, before training starts.
+
+        Args:
+            optimizers: optimizers of the fit.
+            configs: schedulers of the fit, with the interval and frequency of their steps.
+        """
         self.optimizers, self.lr_scheduler_configs = optimizers, configs
         for optimizer in optimizers:
             states_to_parameters(optimizer)
@@ -305,14 +313,28 @@ class Engine:
     # -- one window
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Call a step method of the user's module in the run's precision; loops call step methods only by `run`."""
+        """Call a step method of the user's module in the run's precision; loops call step methods only by `run`.
+
+        Args:
+            fn: step method, such as the module's ``training_step``.
+            args: positional arguments of ``fn``.
+
+        Returns:
+            the result of ``fn``.
+        """
         if self.context is None:
             return fn(*args)
         with self.context():
             return fn(*args)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """Run the backward of one micro-batch, and reduce the gradients if ``sync_gradients`` is True."""
+        """Run the backward of one micro-batch, and reduce the gradients if ``sync_gradients`` is True.
+
+        Args:
+            loss: scalar tensor, already multiplied by the micro-batch's share of the window and, under "16-mixed", by
+                the loss scale.
+            args, kwargs: further arguments of ``torch.Tensor.backward``.
+        """
         if self._own_backward is not None:
             self._own_backward(loss, *args, **kwargs)
         else:
@@ -329,6 +351,11 @@ class Engine:
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> Tensor | None:
         """Clip the reduced gradients of an optimizer's parameters, by their 2-norm or by value.
 
+        Args:
+            optimizer: optimizer of the parameters.
+            value: bound of the norm, or of each element.
+            algorithm: "norm" or "value".
+
         Returns:
             The norm before clipping; None if none was computed.
         """
@@ -339,7 +366,16 @@ class Engine:
         return None
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Update the parameters of one optimizer."""
+        """Update the parameters of one optimizer.
+
+        Args:
+            optimizer: optimizer to step.
+            closure: function without arguments that computes the loss and gradients again; None for most optimizers.
+            options: further keyword arguments of ``optimizer.step``.
+
+        Returns:
+            the result of ``optimizer.step``, usually None or the loss of the closure.
+        """
         scaler = self.precision.scaler
         # A scaler decides about a step by its gradients, so the closure has to run before it, not within it.
         if scaler is not None and isinstance(closure, EagerClosure):
@@ -385,7 +421,11 @@ class Engine:
         return {"other parameters": {name: p.detach().cpu().clone() for name, p in others.items()}} if others else {}
 
     def load(self, state: EngineState) -> None:
-        """Load the fields of a saved state that are not None, before the first window."""
+        """Load the fields of a saved state that are not None, before the first window.
+
+        Args:
+            state: state from a checkpoint.
+        """
         if state.module is not None:
             self.module.load_state_dict(state.module, strict=self.module.strict_loading)
         for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):

@@ -62,7 +62,7 @@ class RankedStrategy(Strategy):
         process_group_backend: "gloo", "nccl", or one per type of device, as torch writes them. Default: gloo for CPU
             tensors and torch's own for the device, ``"cpu:gloo,cuda:nccl"``, or the one that the package of another
             device has registered.
-        timeout: time that a collective waits for the other ranks; None: 30 minutes.
+        timeout: time that a collective waits for the other ranks, a ``datetime.timedelta``; None: 30 minutes.
         start_method: "popen" (this script once per rank), "spawn" (the call, in fresh processes) or "fork" (the call,
             in copies of this process, which start at once and share its memory).
         nccl: NCCL's variables, with or without ``NCCL_``. They are set before the group is created, unless the shell
@@ -114,7 +114,16 @@ class RankedStrategy(Strategy):
             self._nccl = Variables(nccl)
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Store rank, device and precision. Raise if the backend cannot work, before anything is started."""
+        """Store rank, device and precision. Raise if the backend cannot work, before anything is started.
+
+        Args:
+            world: ranks and nodes of the run, and the place of this process among them.
+            device: device of this rank.
+            precision: precision of the run.
+
+        Raises:
+            MisconfigurationException: the backend does not support the device.
+        """
         super().connect(world, device, precision)
         backend = self.process_group_backend
         if world.size > 1 and (backend == "nccl" or (device.type == "cuda" and "nccl" in backend)):
@@ -129,7 +138,13 @@ class RankedStrategy(Strategy):
             self._check_reach(backend)
 
     def setup_environment(self) -> None:
-        """Join the process group; create it if there is none."""
+        """Join the process group; create it if there is none.
+
+        Raises:
+            MisconfigurationException: a process group of another number of ranks exists already, or its backend does
+                not support the device.
+            RuntimeError: rank 0 cannot be reached, or not all ranks arrive in time.
+        """
         super().setup_environment()
         protect_forks()
         settle_at_exit()
@@ -157,7 +172,15 @@ class RankedStrategy(Strategy):
             self.members = group_among(self.replicas.rows, self._timeout)
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Store the optimizers. Raise if a layer's forward changes weights on its rank only (``max_norm``)."""
+        """Store the optimizers. Raise if a layer's forward changes weights on its rank only (``max_norm``).
+
+        Args:
+            optimizers: optimizers of the fit.
+            configs: schedulers of the fit, with the interval and frequency of their steps.
+
+        Raises:
+            MisconfigurationException: an embedding has ``max_norm``, and there are several replicas.
+        """
         for name, layer in self.module.named_modules() if self.replicas.count > 1 else ():
             if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
                 about = {"kind": type(layer).__name__, "name": name, "max_norm": layer.max_norm}

@@ -92,7 +92,13 @@ class Strategy(Engine):
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Store this process's rank, device and precision, without starting or allocating anything."""
+        """Store this process's rank, device and precision, without starting or allocating anything.
+
+        Args:
+            world: ranks and nodes of the run, and the place of this process among them.
+            device: device of this rank.
+            precision: precision of the run.
+        """
         self._root_device, self.precision, self.context = device, precision, precision.context
         self.collectives.world = world
         self.collectives.device = self.root_device
@@ -111,7 +117,11 @@ class Strategy(Engine):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Let ``configure_model`` create layers in the block; then fill parameters on the meta device. Collective."""
+        """Let ``configure_model`` create layers in the block; then fill parameters on the meta device. Collective.
+
+        Args:
+            module: module whose ``configure_model`` runs in the block.
+        """
         with nullcontext() if self.init_device is None else self.init_device:
             yield
         # an engine with `init_device` meta fills parameters itself
@@ -137,6 +147,10 @@ class Strategy(Engine):
         Args:
             replaced: True if new optimizers replaced the previous ones; False after the first hooks of an epoch, also
                 after a resume.
+
+        Raises:
+            MisconfigurationException: a subclass cannot train the new parameters or optimizers; this class never
+                raises.
         """
 
     # -- micro-batches for which ranks have no samples
@@ -148,12 +162,26 @@ class Strategy(Engine):
         return SYNCHRONIZED if self.copies.norms is not None else ""
 
     def check_gap(self, rank: int, loader: int) -> None:
-        """Raise if other ranks would wait for ``rank``, which lacks samples from ``loader`` for a micro-batch."""
+        """Raise if other ranks would wait for ``rank``, which lacks samples from ``loader`` for a micro-batch.
+
+        Args:
+            rank: rank without samples.
+            loader: number of the loader, from 0.
+
+        Raises:
+            MisconfigurationException: all ranks must run the layers together, as under FSDP or with synchronized
+                BatchNorm.
+        """
         if self._together():
             raise MisconfigurationException(GAP.format(together=self._together(), rank=rank, loader=loader))
 
     def skip_loss(self) -> None:
-        """Skip a ``training_step`` that returned no loss. Raise if other ranks would wait for this rank's backward."""
+        """Skip a ``training_step`` that returned no loss. Raise if other ranks would wait for this rank's backward.
+
+        Raises:
+            MisconfigurationException: all ranks must run the layers together, as under FSDP or with synchronized
+                BatchNorm.
+        """
         if self._together():
             raise MisconfigurationException(NO_LOSS.format(together=self._together(), rank=self.world.rank))
         self.skip()
@@ -197,7 +225,11 @@ class Strategy(Engine):
 
     @contextmanager
     def synchronize(self, sync: bool) -> Iterator[None]:
-        """Turn the gradient reduction in backwards on or off inside the block."""
+        """Turn the gradient reduction in backwards on or off inside the block.
+
+        Args:
+            sync: True: backwards reduce gradients; False: gradients accumulate on each rank.
+        """
         before, self.sync_gradients = self.sync_gradients, sync
         try:
             yield
@@ -205,11 +237,28 @@ class Strategy(Engine):
             self.sync_gradients = before
 
     def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
-        """Set ``requires_grad`` of a parameter, for later forwards."""
+        """Set ``requires_grad`` of a parameter, for later forwards.
+
+        Args:
+            parameter: parameter of the module.
+            needed: new value of ``requires_grad``.
+        """
         parameter.requires_grad = needed
 
     def whole_gradients(self) -> AbstractContextManager[None]:
-        """Gather sharded gradients, so that each parameter's ``.grad`` is unsharded inside the block. Collective."""
+        """Gather sharded gradients, so that each parameter's ``.grad`` is unsharded inside the block. Collective.
+
+        Returns:
+            a context manager. Outside its block, ``.grad`` has this rank's shard again.
+
+        Raises:
+            MisconfigurationException: ranks without samples for the current micro-batch would not join the collective.
+
+        Example::
+
+            with self.trainer.strategy.whole_gradients():
+                norm = self.head.weight.grad.norm()
+        """
         self.check_present("strategy.whole_gradients()")
         return self.gradients.whole()
 
@@ -218,7 +267,11 @@ class Strategy(Engine):
         return {**self.gradients.window_state(), "buffers": self.copies.window_state()}
 
     def load_window_state(self, saved: dict[str, Any]) -> None:
-        """Restore the result of :meth:`window_state`. Collective."""
+        """Restore the result of :meth:`window_state`. Collective.
+
+        Args:
+            saved: state that this rank saved.
+        """
         self.gradients.load_window_state(saved)
         self.copies.load_window_state(saved.get("buffers", {}))
 
@@ -227,6 +280,12 @@ class Strategy(Engine):
 
         The factor is the number of ranks (of replicas in a pipeline) / the sum, since gradients are means over these;
         0 if the sum is 0.
+
+        Args:
+            weight: sum of this rank's weights in the window: a number or a scalar tensor.
+
+        Returns:
+            the factor: a scalar tensor on the device, or a float on the CPU.
         """
         device, dtype = self.root_device, widest(self.root_device)
         if isinstance(weight, Tensor) and weight.device == device:
@@ -252,7 +311,11 @@ class Strategy(Engine):
     # -- memory
 
     def held(self) -> dict[str, list[Tensor]]:
-        """Return the model's tensors in this rank's memory, grouped by the kinds in `lockstep.memory.meter.KINDS`."""
+        """Return the model's tensors in this rank's memory, grouped by the kinds in `lockstep.memory.meter.KINDS`.
+
+        Returns:
+            lists of the tensors themselves, of any shapes and dtypes, not copies.
+        """
         parameters: list[Tensor] = [
             *self.module.parameters(),
             *parameters_outside(self.module, self.optimizers).values(),
@@ -331,7 +394,11 @@ class Strategy(Engine):
         return self.module
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients without reduction inside the block; the next backward after the block reduces them."""
+        """Accumulate gradients without reduction inside the block; the next backward after the block reduces them.
+
+        Returns:
+            a context manager.
+        """
         return self.synchronize(False)
 
     # -- Lightning's names: of the collectives, each overridable
@@ -341,39 +408,102 @@ class Strategy(Engine):
         return self.collectives.make_agreement()
 
     def check_present(self, call: str, group: comm.Group = None) -> None:
-        """Raise if user code calls a collective that ranks without samples cannot join."""
+        """Raise if user code calls a collective that ranks without samples cannot join.
+
+        Args:
+            call: the call, for the message.
+            group: process group of the collective; None: all ranks.
+
+        Raises:
+            MisconfigurationException: the collective would wait for a rank that does not run this code.
+        """
         self.collectives.check_present(call, group)
 
     def with_all_ranks(self) -> AbstractContextManager[None]:
-        """Allow collectives inside the block, because ranks without samples run it too."""
+        """Allow collectives inside the block, because ranks without samples run it too.
+
+        Returns:
+            a context manager.
+        """
         return self.collectives.with_all_ranks()
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all ranks have called `barrier`."""
+        """Wait until all ranks have called `barrier`.
+
+        Args:
+            name: unused; for scripts written for Lightning.
+
+        Raises:
+            MisconfigurationException: ranks without samples for the current micro-batch would not join the collective.
+        """
         self.collectives.barrier()
 
     def broadcast(self, obj: object, src: int = 0) -> Any:
-        """Return the object of rank ``src`` on every rank."""
+        """Return the object of rank ``src`` on every rank.
+
+        Args:
+            obj: any picklable object; ignored on other ranks than ``src``.
+            src: rank that sends.
+
+        Raises:
+            MisconfigurationException: ranks without samples for the current micro-batch would not join the collective.
+        """
         return self.collectives.broadcast(obj, src)
 
     def all_gather(self, tensor: Tensor, group: comm.Group = None, sync_grads: bool = False) -> Tensor:
-        """Return the stacked tensors of all ranks: ``(world_size, *shape)``; on one process the tensor itself."""
+        """Return the stacked tensors of all ranks: ``(world_size, *shape)``; on one process the tensor itself.
+
+        Args:
+            tensor: tensor of the same shape and dtype on all ranks.
+            group: process group; None: all ranks.
+            sync_grads: let gradients flow back to the rank that a slice comes from.
+
+        Raises:
+            MisconfigurationException: ranks without samples for the current micro-batch would not join the collective.
+        """
         return self.collectives.all_gather(tensor, group, sync_grads)
 
     def reduce(self, tensor: Tensor | float, group: comm.Group = None, reduce_op: object = "mean") -> Any:
-        """Return the tensor reduced over all ranks by "mean", "sum", "min" or "max"; the argument is not changed."""
+        """Return the tensor reduced over all ranks by "mean", "sum", "min" or "max"; the argument is not changed.
+
+        Args:
+            tensor: number, or tensor of the same shape and dtype on all ranks.
+            group: process group; None: all ranks.
+            reduce_op: one of these names, or the ``ReduceOp`` of that name.
+
+        Raises:
+            MisconfigurationException: ranks without samples for the current micro-batch would not join the collective.
+        """
         return self.collectives.reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return True if ``decision`` is True on all ranks, or (``all=False``) on any of them."""
+        """Return True if ``decision`` is True on all ranks, or (``all=False``) on any of them.
+
+        Raises:
+            MisconfigurationException: ranks without samples for the current micro-batch would not join the collective.
+        """
         return self.collectives.decide(decision, all)
 
     def gather_stacked(self, vector: Tensor) -> Tensor:
-        """Gather CPU vectors of equal length from all ranks. Shape of the result: ``(world_size, n)``."""
+        """Gather CPU vectors of equal length from all ranks. Shape of the result: ``(world_size, n)``.
+
+        Args:
+            vector: tensor of shape ``(n,)`` on the CPU, of the same dtype on all ranks.
+
+        Returns:
+            a tensor on the CPU.
+        """
         return self.collectives.gather_stacked(vector)
 
     def gather_objects(self, obj: object) -> list[Any]:
-        """Gather a small picklable object from each rank into a list, in the order of the ranks."""
+        """Gather a small picklable object from each rank into a list, in the order of the ranks.
+
+        Args:
+            obj: object of this rank.
+
+        Returns:
+            a list of ``world_size`` objects, the same on all ranks.
+        """
         return self.collectives.gather_objects(obj)
 
     # -- Lightning's names: of checkpoints
@@ -396,16 +526,40 @@ class Strategy(Engine):
         alone: bool = False,
         sharded: bool = False,
     ) -> None:
-        """Write a checkpoint on rank 0, on the calling rank only (``alone``), or each rank's part (``sharded``)."""
+        """Write a checkpoint on rank 0, on the calling rank only (``alone``), or each rank's part (``sharded``).
+
+        Args:
+            checkpoint: state of the run, by name.
+            filepath: path or URL of the file or folder.
+            storage_options: options of the CheckpointIO.
+            alone: True if other ranks do not call the method.
+            sharded: True if ``checkpoint`` has this rank's part only.
+        """
         if self.world.is_zero or alone or sharded:
             self.checkpoints.save(checkpoint, filepath, storage_options, sharded=sharded)
 
     def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint to the CPU on every rank."""
+        """Read a checkpoint to the CPU on every rank.
+
+        Args:
+            filepath: path or URL of a file or folder.
+            weights_only: as in ``trainer.fit``.
+
+        Returns:
+            the state of the run, by name.
+
+        Raises:
+            CorruptCheckpoint: the checkpoint is truncated, altered, or not a checkpoint.
+            FileNotFoundError: the checkpoint does not exist.
+        """
         return self.checkpoints.load(filepath, weights_only)
 
     def remove_checkpoint(self, filepath: Path) -> None:
-        """Delete a checkpoint; only rank 0 does so."""
+        """Delete a checkpoint; only rank 0 does so.
+
+        Args:
+            filepath: path or URL of a file or folder.
+        """
         if self.world.is_zero:
             self.checkpoints.remove(filepath)
 
@@ -427,6 +581,7 @@ class SingleDeviceStrategy(Strategy):
         activation_checkpointing_policy: classes or a policy function that select the layers to recompute.
         activation_checkpointing_save: activations of these layers to keep instead of recomputing them: "matmuls", torch
             operators, or a policy function of ``torch.utils.checkpoint``.
+        offload_optimizer: only False.
 
     Raises:
         MisconfigurationException: arguments contradict each other; or, at the start of a call, the Trainer's flags
@@ -456,7 +611,16 @@ class SingleDeviceStrategy(Strategy):
         self.plugins = [plugin for plugin in (checkpoint_io, precision_plugin) if plugin is not None]
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Store rank, device and precision. Raise if the strategy was created for another device."""
+        """Store rank, device and precision. Raise if the strategy was created for another device.
+
+        Args:
+            world: ranks and nodes of the run, and the place of this process among them.
+            device: device of this rank.
+            precision: precision of the run.
+
+        Raises:
+            MisconfigurationException: the strategy was created for another device.
+        """
         own = self._device
         if own is not None and (own.type != device.type or own.index not in (None, device.index or 0)):
             place = f", devices=[{own.index}]" if own.index else ""

@@ -49,7 +49,11 @@ class Accelerator:
 
     @classmethod
     def parse_devices(cls, devices: Devices) -> int | list[int]:
-        """Return the device indices that ``devices`` selects; on the CPU, the number of processes."""
+        """Return the device indices that ``devices`` selects; on the CPU, the number of processes.
+
+        Raises:
+            MisconfigurationException: a device does not exist, or the value is malformed.
+        """
         found = cls().get_parallel_devices(devices)
         return len(found) if cls.device_type == "cpu" else [device.index for device in found]
 
@@ -73,7 +77,14 @@ class CPUAccelerator(Accelerator):
         return 1
 
     def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
-        """Return a list with one CPU device for each requested process."""
+        """Return a list with one CPU device for each requested process.
+
+        Args:
+            devices: number of processes, or "auto" for one.
+
+        Raises:
+            MisconfigurationException: the number is below 1 or malformed.
+        """
         count = 1 if devices == "auto" else count_of(devices)
         if count is None or count < 1:
             raise (WrongType if count is None else MisconfigurationException)(
@@ -90,6 +101,13 @@ class TorchAccelerator(Accelerator):
 
     Args:
         kind: the type in ``torch.device(kind)``.
+
+    Raises:
+        RuntimeError: a method is called, and torch has no module for this kind.
+
+    Example::
+
+        Trainer(accelerator=TorchAccelerator("xpu"), devices=2)
     """
 
     def __init__(self, kind: str) -> None:

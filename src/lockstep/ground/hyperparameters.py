@@ -131,7 +131,11 @@ class HyperparametersMixin:
         self._hparams_initial = copy.deepcopy(self.hparams)
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
-        """Remove the hyperparameters with these names, for example those that a base class has saved."""
+        """Remove the hyperparameters with these names, for example those that a base class has saved.
+
+        Args:
+            ignore_list: names of hyperparameters; unknown names are ignored.
+        """
         for name in ignore_list:
             self.hparams.pop(name, None)
 

@@ -104,7 +104,19 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def is_oom_error(exception: BaseException) -> bool:
-    """Return True if an exception means that a device or the host is out of memory."""
+    """Return True if an exception means that a device or the host is out of memory.
+
+    Args:
+        exception: any exception, for example from a forward or backward.
+
+    Example::
+
+        try:
+            trainer.fit(model)
+        except Exception as error:
+            if not is_oom_error(error):
+                raise
+    """
     return isinstance(exception, torch.OutOfMemoryError | MemoryError) or (
         isinstance(exception, RuntimeError) and any(saying in words_of(exception) for saying in _SAYINGS)
     )

@@ -93,6 +93,9 @@ class CombinedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict that :meth:`state_dict` returned.
 
+        Args:
+            state_dict: the state dict, or that of one optimizer with the same parameter groups.
+
         Raises:
             ValueError: the groups differ in number or length.
         """
@@ -102,6 +105,12 @@ class CombinedOptimizer(Optimizer):
 
     def split(self, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Split a state dict from :meth:`state_dict` into one for each optimizer.
+
+        Args:
+            saved: result of :meth:`state_dict`.
+
+        Returns:
+            a list of state dicts in the order of the optimizers.
 
         Raises:
             ValueError: the number of groups differs.

@@ -95,6 +95,12 @@ def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
     """Return a list of names for each parameter with several names, such as an embedding tied to the output layer.
 
+    Args:
+        module: module to search, with its submodules.
+
+    Returns:
+        a list of names for each such parameter, in the order of ``named_modules``.
+
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         >>> model[1].weight = model[0].weight
@@ -115,6 +121,12 @@ def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[st
     Args:
         module: changed in place.
         shared_params: names as :func:`find_shared_parameters` returns them.
+
+    Example::
+
+        shared = find_shared_parameters(model)
+        model = convert(model)  # your function that creates new parameters, one for each name
+        set_shared_parameters(model, shared)
     """
     for first, *others in shared_params:
         parameter = module.get_parameter(first)

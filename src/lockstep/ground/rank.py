@@ -98,7 +98,12 @@ def rank_zero_debug(message: object, *args: object, **kwargs: Any) -> None:
 
 @rank_zero_only
 def rank_zero_info(message: object, *args: object, **kwargs: Any) -> None:
-    """Log at info level on rank 0 only. The arguments are those of `logging.Logger.info`."""
+    """Log at info level on rank 0 only. The arguments are those of `logging.Logger.info`.
+
+    Example::
+
+        rank_zero_info("%d samples in %s", len(dataset), folder)
+    """
     log.info(message, *args, **_at_caller(kwargs))
 
 

@@ -32,6 +32,11 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
     Raises:
         ValueError: the seed is not an integer or is out of bounds.
+
+    Example::
+
+        seed_everything(42)
+        model = Net()  # the same initial weights in every run
     """
     global _current
     if seed is None:

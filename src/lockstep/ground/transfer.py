@@ -45,6 +45,13 @@ def move_data_to_device(batch: object, device: torch.device | str | int) -> Any:
     Args:
         batch: tensors, nested collections of them, objects with ``to``.
         device: the target.
+
+    Returns:
+        a batch of the same structure; tensors that are already on the device are not copied.
+
+    Example::
+
+        batch = move_data_to_device({"images": images, "labels": labels}, "cuda:0")
     """
     device = torch.device(device)
     # cpu: the copy would return before the data is there; mps: it races with the host (pytorch issue 83015)

@@ -165,7 +165,13 @@ class RunningStage(_Word):
 
 @dataclass
 class TrainerState:
-    """The method, stage and status of a Trainer's call. Callbacks read them from ``trainer.state``."""
+    """The method, stage and status of a Trainer's call. Callbacks read them from ``trainer.state``.
+
+    Attributes:
+        status: state of the call: it is initializing, running, finished or interrupted.
+        fn: method of the last call, such as "fit"; None before the first call.
+        stage: current stage, such as "train" or "validate" within a fit; None outside of calls.
+    """
 
     status: TrainerStatus = TrainerStatus.INITIALIZING
     fn: TrainerFn | None = None
@@ -201,7 +207,14 @@ class Planned(Protocol):
         """Yield the lines of the report. With ``everything``, include configurations that are not worth choosing."""
 
     def save(self, path: str | Path) -> None:
-        """Write the choice to a YAML file, for use as ``Trainer(strategy="plan.yaml")``."""
+        """Write the choice to a YAML file, for use as ``Trainer(strategy="plan.yaml")``.
+
+        Args:
+            path: path of the file.
+
+        Raises:
+            MisconfigurationException: nothing fits into memory, so there is no choice.
+        """
 
 
 class Verified(Protocol):

@@ -87,14 +87,30 @@ class Logger(ABC):
 
     @abstractmethod
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Record metrics by name, for the optimizer step `step`."""
+        """Record metrics by name, for the optimizer step `step`.
+
+        Args:
+            metrics: numbers by name.
+            step: number on the horizontal axis of charts; the Trainer passes optimizer steps.
+        """
 
     @abstractmethod
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Record hyperparameters."""
+        """Record hyperparameters.
+
+        Args:
+            params: hyperparameters by name; values may be nested dicts.
+            args, kwargs: further arguments of a subclass; the Trainer passes none.
+        """
 
     def log_graph(self, model: Module, input_array: Tensor | None = None) -> None:  # noqa: B027, optional
-        """Record the model's graph, traced with `input_array` or ``model.example_input_array``."""
+        """Record the model's graph, traced with `input_array` or ``model.example_input_array``.
+
+        Args:
+            model: module to trace.
+            input_array: input of the module's ``forward``: a tensor with a batch dimension, or a tuple of all
+                arguments; None: ``model.example_input_array``.
+        """
 
     # Any: an import of ModelCheckpoint would be a circle, since its file imports the module, which imports this one.
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:  # noqa: B027, optional
@@ -126,7 +142,18 @@ class DummyExperiment:
 
 
 def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Decorate an ``experiment`` getter so that ranks other than 0 get a :class:`DummyExperiment`."""
+    """Decorate an ``experiment`` getter so that ranks other than 0 get a :class:`DummyExperiment`.
+
+    Args:
+        fn: function of a property, which takes the logger and returns its experiment object.
+
+    Example::
+
+        @property
+        @rank_zero_experiment
+        def experiment(self):
+            return self._client
+    """
 
     @functools.wraps(fn)
     def experiment(self: Logger) -> Any:
@@ -176,7 +203,8 @@ class FolderLogger(Logger):
         prefix: prefix of the names of metrics, followed by ``-``.
 
     Raises:
-        MisconfigurationException: `save_dir` is a URL.
+        MisconfigurationException: `save_dir` is a URL; or, when the version is chosen or something is written, the
+            folder is not writable.
     """
 
     LOGGER_JOIN_CHAR = "-"
@@ -240,7 +268,11 @@ class FolderLogger(Logger):
 
     @rank_zero_only
     def begin_hparams_file(self) -> None:
-        """Write the hyperparameters file if it does not exist, even if there are no hyperparameters to write."""
+        """Write the hyperparameters file if it does not exist, even if there are no hyperparameters to write.
+
+        Raises:
+            MisconfigurationException: the folder is not writable.
+        """
         # scripts for Lightning pass its name to `load_from_checkpoint`, also for modules without hyperparameters
         if not os.path.exists(os.path.join(self.log_dir, self.NAME_HPARAMS_FILE)):
             self._write_hparams()

@@ -69,13 +69,22 @@ class ExperimentWriter:
         return import_module("fsspec.core").url_to_fs(self.log_dir)[0]
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
-        """Buffer a row of the table; tensors of one element become numbers."""
+        """Buffer a row of the table; tensors of one element become numbers.
+
+        Args:
+            metrics_dict: numbers, or tensors of one element, by name.
+            step: value of the column ``step``; None: the number of buffered rows.
+        """
         row = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics_dict.items()}
         row["step"] = len(self.metrics) if step is None else step
         self.metrics.append(row)
 
     def save(self) -> None:
-        """Write the buffered rows to the table; rewrite the whole table if there is a new column."""
+        """Write the buffered rows to the table; rewrite the whole table if there is a new column.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         if not self.metrics:
             return
         new = {name for row in self.metrics for name in row} - set(self.metrics_keys)

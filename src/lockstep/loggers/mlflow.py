@@ -207,7 +207,11 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: object, **kwargs: object) -> None:
-        """Record hyperparameters as text, truncated to MLflow's maximum length; nested names become ``outer/inner``."""
+        """Record hyperparameters as text, truncated to MLflow's maximum length; nested names become ``outer/inner``.
+
+        Args:
+            params: hyperparameters by name, or a Namespace; values may be nested dicts.
+        """
         from mlflow.entities import Param
         from mlflow.utils import validation
 

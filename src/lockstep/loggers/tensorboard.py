@@ -117,7 +117,18 @@ class TensorBoardLogger(FolderLogger):
     def log_hyperparams(
         self, params: dict[str, Any] | Namespace, metrics: dict[str, Any] | float | None = None, step: int | None = None
     ) -> None:
-        """Record hyperparameters, with resulting `metrics` (by name, or a single number) for TensorBoard's table."""
+        """Record hyperparameters, with resulting `metrics` (by name, or a single number) for TensorBoard's table.
+
+        Args:
+            params: hyperparameters by name, or a Namespace; values may be nested dicts.
+            metrics: metrics by name, or one number, which is named ``hp_metric``; None: see `default_hp_metric` in the
+                class.
+            step: optimizer step of the metrics.
+
+        Raises:
+            ValueError: a metric is neither a number nor a dict of numbers.
+            MisconfigurationException: the folder is not writable.
+        """
         self.hparams.update(as_dict(params))
         self._write_hparams()
         if metrics is None and self._default_hp_metric:
@@ -135,7 +146,13 @@ class TensorBoardLogger(FolderLogger):
 
     @rank_zero_only
     def log_graph(self, model: Module, input_array: Tensor | tuple[Any, ...] | None = None) -> None:
-        """Record the model's graph if ``log_graph=True`` was passed to the logger; warn without an example input."""
+        """Record the model's graph if ``log_graph=True`` was passed to the logger; warn without an example input.
+
+        Args:
+            model: module to trace.
+            input_array: input of the module's ``forward``: a tensor with a batch dimension, or a tuple of all
+                arguments; None: ``model.example_input_array``.
+        """
         if not self._log_graph:
             return
         example = getattr(model, "example_input_array", None) if input_array is None else input_array

@@ -219,7 +219,19 @@ class WandbLogger(Logger):
         dataframe: pandas.DataFrame | None = None,
         step: int | None = None,
     ) -> None:
-        """Record a table, from column names and rows or from a dataframe; cells may be media."""
+        """Record a table, from column names and rows or from a dataframe; cells may be media.
+
+        Args:
+            key: name of the table.
+            columns: names of the columns.
+            data: rows, each a list with a cell per column.
+            dataframe: pandas DataFrame, in place of columns and data.
+            step: optimizer step.
+
+        Example::
+
+            logger.log_table("errors", columns=["text", "label"], data=[["a cat", 0], ["a dog", 1]])
+        """
         import wandb
 
         self.log_metrics({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
@@ -232,11 +244,20 @@ class WandbLogger(Logger):
         dataframe: pandas.DataFrame | None = None,
         step: int | None = None,
     ) -> None:
-        """Record a table of texts; arguments are those of :meth:`log_table`."""
+        """Record a table of texts; arguments are those of :meth:`log_table`.
+
+        Cells are strings.
+        """
         self.log_table(key, columns, data, dataframe, step)
 
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
         """Record images (tensors, arrays, PIL images or paths); `kwargs` are lists with one item per image.
+
+        Args:
+            key: name of the images.
+            images: one item per image.
+            step: optimizer step.
+            kwargs: arguments of ``wandb.Image``, each a list with one item per image.
 
         Raises:
             TypeError: `images` is not a list.
@@ -249,11 +270,33 @@ class WandbLogger(Logger):
         self._log_media("Image", "images", key, images, step, kwargs)
 
     def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
-        """Record audio (arrays or paths); `kwargs` are lists with an item per clip, such as ``sample_rate``."""
+        """Record audio (arrays or paths); `kwargs` are lists with an item per clip, such as ``sample_rate``.
+
+        Args:
+            key: name of the audio.
+            audios: one item per clip.
+            step: optimizer step.
+            kwargs: arguments of ``wandb.Audio``, each a list with one item per clip.
+
+        Raises:
+            TypeError: `audios` is not a list.
+            ValueError: a list in `kwargs` has another length.
+        """
         self._log_media("Audio", "audios", key, audios, step, kwargs)
 
     def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
-        """Record videos (arrays or paths); `kwargs` are lists with an item per video, such as ``fps``."""
+        """Record videos (arrays or paths); `kwargs` are lists with an item per video, such as ``fps``.
+
+        Args:
+            key: name of the video.
+            videos: one item per clip.
+            step: optimizer step.
+            kwargs: arguments of ``wandb.Video``, each a list with one item per clip.
+
+        Raises:
+            TypeError: `videos` is not a list.
+            ValueError: a list in `kwargs` has another length.
+        """
         self._log_media("Video", "videos", key, videos, step, kwargs)
 
     @rank_zero_only
@@ -323,7 +366,12 @@ class WandbLogger(Logger):
         return folder
 
     def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
-        """Declare an artifact as an input of this run, and return the ``wandb.Artifact``."""
+        """Declare an artifact as an input of this run, and return the ``wandb.Artifact``.
+
+        Args:
+            artifact: name of the artifact: ``"entity/project/name:alias"``.
+            artifact_type: type that the artifact must have; None: any.
+        """
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -49,6 +49,10 @@ def from_compiled(model: nn.Module) -> LightningModule:
 
     Raises:
         ValueError: ``model`` is not compiled, or not a LightningModule.
+
+    Example::
+
+        model = from_compiled(torch.compile(Net()))
     """
     if not is_compiled(model):
         raise ValueError(f"from_compiled({type(model).__name__}): pass the result of torch.compile(module).")

@@ -23,6 +23,11 @@ class Result:
         epochs: number of finished epochs.
         global_step: number of optimizer steps, including those before a resume.
         interrupted: True if Ctrl-C or SIGTERM ended the fit.
+
+    Example::
+
+        result = trainer.fit(model)
+        print(result.stopped, result.global_step, result.metrics["val_loss"])
     """
 
     stopped: str

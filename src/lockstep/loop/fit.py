@@ -48,7 +48,13 @@ class StepMeasure(Protocol):
         """Measure steps inside the ``with`` block."""
 
     def begin_epoch(self, feed: Feed, epoch: int, accumulate: int) -> None:
-        """Prepare for an epoch, or for the rest of an epoch after a resume, before its loaders are opened."""
+        """Prepare for an epoch, or for the rest of an epoch after a resume, before its loaders are opened.
+
+        Args:
+            feed: source of the windows.
+            epoch: epoch that starts, from 0.
+            accumulate: micro-batches per window.
+        """
 
     def window_ended(self, window: Window) -> None:
         """Record the time of a finished window."""

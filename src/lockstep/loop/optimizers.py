@@ -28,6 +28,12 @@ class LightningOptimizer:
     """Wrapper that ``self.optimizers()`` returns. Its ``step`` runs the hooks and counts the step.
 
     All other attributes come from the wrapped optimizer.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        step: function of (optimizer, closure, keyword arguments) that makes a step.
+        module: module of the fit; None in a copy outside of a fit.
+        sync: function that returns a context in which gradients are reduced or not; None in a copy.
     """
 
     def __init__(
@@ -53,7 +59,15 @@ class LightningOptimizer:
         return self._optimizer
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
-        """Run the hooks and step the optimizer; return the result of the closure."""
+        """Run the hooks and step the optimizer; return the result of the closure.
+
+        Args:
+            closure: function without arguments that computes the loss and its gradients; most optimizers need none.
+            kwargs: further arguments of the optimizer's ``step``.
+
+        Raises:
+            MisconfigurationException: `closure` is not callable.
+        """
         if closure is not None and not callable(closure):
             raise MisconfigurationException(f"optimizer.step(closure={closure!r}): the closure must be callable.")
         return self._step(self._optimizer, closure, kwargs)
@@ -64,6 +78,15 @@ class LightningOptimizer:
 
         Args:
             sync_grad: False: do not reduce gradients over the ranks in the block.
+
+        Raises:
+            MisconfigurationException: the optimizer is a copy outside of a fit.
+
+        Example::
+
+            discriminator_optimizer = self.optimizers()[1]
+            with discriminator_optimizer.toggle_model(sync_grad=is_last):
+                self.manual_backward(loss)
         """
         if self._module is None or self._sync is None:
             raise MisconfigurationException(

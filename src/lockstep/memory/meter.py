@@ -300,7 +300,14 @@ class MemoryUse:
         device: str = "cpu",
         activations: Activations | None = None,
     ) -> MemoryUse:
-        """Return the memory use of tensors by kind, as in `KINDS`, and of counted activations."""
+        """Return the memory use of tensors by kind, as in `KINDS`, and of counted activations.
+
+        Args:
+            held: tensors by kind, of any shapes and dtypes; memory that several tensors share counts once.
+            rank: the rank.
+            device: type of the rank's device.
+            activations: counted activations; None: 0 bytes.
+        """
         found, offloaded = bytes_by_kind({kind: list(held.get(kind, ())) for kind in KINDS}, device)
         layers = () if activations is None else tuple(activations.layers.items())
         if activations is not None:

@@ -352,7 +352,12 @@ def _completing(spec: ModuleSpec) -> ModuleSpec:
 
 
 def listed(face: str, files: Iterable[str]) -> list[str]:
-    """Return all names of a public module, including names from extensions, for the module's ``__all__``."""
+    """Return all names of a public module, including names from extensions, for the module's ``__all__``.
+
+    Args:
+        face: ``__name__`` of the public module.
+        files: names that the module itself has.
+    """
     return sorted({*files, *_names_of_extensions(face)})
 
 
@@ -372,6 +377,9 @@ def late(face: str, files: Mapping[str, str], name: str) -> Any:
         files: the file that defines each name, relative to the face: ``"base"``, or ``".engines.strategy"`` for a file
             next to the face. Names of extensions are added.
         name: the requested name.
+
+    Returns:
+        the object.
 
     Raises:
         AttributeError: the face does not have this name.

@@ -329,6 +329,9 @@ class Precision:
     5. `state_dict` for a checkpoint, and `load_state_dict`.
 
     An attribute that is None means "nothing to do". A loop checks this once, at setup, not in each step.
+
+    Args:
+        device_type: type of the device, such as "cuda".
     """
 
     name: str = "32-true"
@@ -361,6 +364,10 @@ class Precision:
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore the result of `state_dict`.
+
+        Args:
+            state: a state that `state_dict` returned; an empty dict is ignored.
+        """
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)

@@ -56,15 +56,35 @@ class Profiler(ABC):
 
     @abstractmethod
     def start(self, action_name: str) -> None:
-        """Start measuring an action."""
+        """Start measuring an action.
+
+        Args:
+            action_name: name of the action in the report.
+        """
 
     @abstractmethod
     def stop(self, action_name: str) -> None:
-        """Stop measuring an action."""
+        """Stop measuring an action.
+
+        Args:
+            action_name: name that was passed to :meth:`start`.
+        """
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """Measure a ``with`` block as an action."""
+        """Measure a ``with`` block as an action.
+
+        Args:
+            action_name: name of the action in the report.
+
+        Yields:
+            the name.
+
+        Example::
+
+            with profiler.profile("augment"):
+                batch = augment(batch)
+        """
         self.start(action_name)
         try:
             yield action_name
@@ -114,7 +134,11 @@ class Profiler(ABC):
         self.teardown(self._stage)
 
     def teardown(self, stage: str | None) -> None:  # noqa: B027, may be left as it is
-        """Release recorded data."""
+        """Release recorded data.
+
+        Args:
+            stage: stage that was passed to :meth:`setup`; None if there was none.
+        """
 
     @property
     def local_rank(self) -> int:
@@ -124,14 +148,23 @@ class Profiler(ABC):
     # -- for derived classes -------------------------------------------------------------------------------
 
     def file_name(self, action_name: str | None = None, extension: str = ".txt") -> str:
-        """Return the name of an output file, made from the stage, ``filename``, the rank and the action."""
+        """Return the name of an output file, made from the stage, ``filename``, the rank and the action.
+
+        Args:
+            action_name: action that the file is about; None: all actions.
+            extension: extension with its dot.
+        """
         parts = [self._stage, self.filename, None if self._rank is None else str(self._rank), action_name]
         name = "-".join(part for part in parts if part)
         # actions have names such as "[Callback]X{...}.on_fit_start": replace what some file systems refuse
         return (re.sub(r'[\\/:*?"<>|\s_]+', "_", name).strip("_") or "profile") + extension
 
     def report(self, parts: dict[str, str]) -> str:
-        """Format a report: a headline, and a section for each action in `parts` (text by action)."""
+        """Format a report: a headline, and a section for each action in `parts` (text by action).
+
+        Returns:
+            the report, which ends with a newline.
+        """
         stage = f"{self._stage.upper()} " if self._stage is not None else ""
         rank = "" if self._rank is None else f" rank: {self._rank}"
         lines = [f"{stage}Profiler Report"]
@@ -162,6 +195,10 @@ class SimpleProfiler(Profiler):
         dirpath: see `Profiler`.
         filename: see `Profiler`.
         extended: report the number of calls and the percentage of the total time too.
+
+    Example::
+
+        Trainer(profiler=SimpleProfiler(dirpath="profiles", filename="fit"))  # or profiler="simple"
     """
 
     def __init__(
@@ -181,6 +218,9 @@ class SimpleProfiler(Profiler):
     def start(self, action_name: str) -> None:
         """Start the clock of an action.
 
+        Args:
+            action_name: name of the action in the report.
+
         Raises:
             ValueError: the action is running already.
         """
@@ -190,6 +230,9 @@ class SimpleProfiler(Profiler):
 
     def stop(self, action_name: str) -> None:
         """Record the seconds since :meth:`start` of an action.
+
+        Args:
+            action_name: name that was passed to :meth:`start`.
 
         Raises:
             ValueError: the action is not running.
@@ -238,6 +281,10 @@ class AdvancedProfiler(Profiler):
         filename: see `Profiler`.
         line_count_restriction: functions to list for each action: a number (int), or a fraction of all (float).
         dump_stats: write each action's profile to a ``.prof`` file in ``dirpath`` too, for tools that read ``pstats``.
+
+    Example::
+
+        Trainer(profiler=AdvancedProfiler(dirpath="profiles", filename="fit", line_count_restriction=20))
     """
 
     def __init__(

@@ -114,6 +114,9 @@ class PyTorchProfiler(Profiler):
         """Attach to a LightningModule, to label its submodules in recordings and to count its steps.
 
         The Trainer calls this method.
+
+        Args:
+            module: module to attach to; None: detach.
         """
         # weak: a profiler may outlive the fit, and would keep the module's memory
         self._module = _nothing if module is None else weakref.ref(module)

@@ -22,7 +22,13 @@ def _rows(size: int, length: int, seed: int) -> Tensor:
 
 
 class RandomDataset(Dataset[Tensor]):
-    """A data set of ``length`` normal vectors of ``size`` numbers (float32)."""
+    """A data set of ``length`` normal vectors of ``size`` numbers (float32).
+
+    Args:
+        size: length of each vector.
+        length: number of samples.
+        seed: seed of the random numbers.
+    """
 
     def __init__(self, size: int, length: int, seed: int = 0) -> None:
         self.data = _rows(size, length, seed)
@@ -42,7 +48,13 @@ class RandomDictDataset(RandomDataset):
 
 
 class RandomIterableDataset(IterableDataset[Tensor]):
-    """An iterable data set of ``count`` normal vectors of ``size`` numbers, without a length."""
+    """An iterable data set of ``count`` normal vectors of ``size`` numbers, without a length.
+
+    Args:
+        size: length of each vector.
+        count: number of samples.
+        seed: seed of the random numbers.
+    """
 
     def __init__(self, size: int, count: int, seed: int = 0) -> None:
         self.size = size
@@ -80,15 +92,31 @@ class BoringModel(LightningModule):
         self.layer = nn.Linear(32, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, 32)`` to ``(batch, 2)``."""
+        """Map ``(batch, 32)`` to ``(batch, 2)``.
+
+        Args:
+            x: float tensor of shape ``(batch, 32)``.
+        """
         return self.layer(x)
 
     def loss(self, predictions: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return the mean squared error to ``labels``, or to ones."""
+        """Return the mean squared error to ``labels``, or to ones.
+
+        Args:
+            predictions: tensor of shape ``(batch, 2)``.
+            labels: tensor of the same shape; None: ones.
+
+        Returns:
+            a scalar tensor.
+        """
         return nn.functional.mse_loss(predictions, torch.ones_like(predictions) if labels is None else labels)
 
     def step(self, batch: Tensor) -> Tensor:
-        """Return the loss for a batch. Training, validation and test steps call this method."""
+        """Return the loss for a batch. Training, validation and test steps call this method.
+
+        Args:
+            batch: float tensor of shape ``(batch, 32)``.
+        """
         return self.loss(self(batch))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

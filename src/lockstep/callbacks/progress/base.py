@@ -200,6 +200,10 @@ class ProgressBar(Callback):
                 items = super().get_metrics(trainer, pl_module)
                 items.pop("v_num", None)
                 return items
+
+        Args:
+            trainer: the Trainer that runs.
+            pl_module: module of the run.
         """
         metrics = trainer.progress_bar_metrics
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
@@ -528,6 +532,9 @@ def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
     """Return ``{"v_num": version}`` with the loggers' versions, or an empty dict if there are none.
 
     Of a version that is text, the last four characters are used.
+
+    Args:
+        trainer: the Trainer whose loggers have the versions.
     """
     versions = list(dict.fromkeys(logger.version for logger in trainer.loggers if logger.version not in (None, "")))
     if not versions:

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class RichProgressBarTheme:
-    """Styles of the parts of the bar; see https://rich.readthedocs.io/en/stable/style.html for the syntax."""
+    """Styles of the parts of the bar; see https://rich.readthedocs.io/en/stable/style.html for the syntax.
+
+    Example::
+
+        theme = RichProgressBarTheme(progress_bar="magenta", metrics_format=".3f")
+        Trainer(callbacks=RichProgressBar(theme=theme))
+    """
 
     description: str = ""  #: "Epoch 3/9", "Testing"
     progress_bar: str = "cyan"  #: the completed part
@@ -77,12 +83,20 @@ class RichProgressBar(DrawnProgressBar):
 
     @property
     def train_progress_bar(self) -> Any:
-        """rich's task of the training bar, with description, total and completed batches."""
+        """rich's task of the training bar, with description, total and completed batches.
+
+        Raises:
+            TypeError: the bar is not on the screen: it exists only while its loop runs.
+        """
         return self._task(self.train_progress_bar_id)
 
     @property
     def val_progress_bar(self) -> Any:
-        """rich's task of the bar for the current evaluation."""
+        """rich's task of the bar for the current evaluation.
+
+        Raises:
+            TypeError: the bar is not on the screen: it exists only while its loop runs.
+        """
         return self._task(self.val_progress_bar_id)
 
     val_sanity_check_bar = test_progress_bar = predict_progress_bar = val_progress_bar
@@ -104,7 +118,16 @@ class RichProgressBar(DrawnProgressBar):
             self.progress.refresh()
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
-        """Return the columns for ``rich.progress.Progress``; override this method to show different columns."""
+        """Return the columns for ``rich.progress.Progress``; override this method to show different columns.
+
+        Args:
+            trainer: the Trainer that runs.
+
+        Example::
+
+            def configure_columns(self, trainer):
+                return [*super().configure_columns(trainer), rich.progress.TimeElapsedColumn()]
+        """
         from rich.progress import BarColumn, TextColumn
         from rich.table import Column
 
@@ -178,7 +201,10 @@ class RichProgressBar(DrawnProgressBar):
         super().on_exception(trainer, pl_module, exception)
 
     def print(self, *args: object, sep: str = " ", end: str = "\n", **kwargs: Any) -> None:
-        """Print above the bars."""
+        """Print above the bars.
+
+        Arguments are those of Python's ``print``; text for a ``file`` is written to that file directly.
+        """
         if self.progress is None or kwargs.get("file") is not None:
             print(*args, sep=sep, end=end, **kwargs)
         else:

@@ -34,7 +34,12 @@ class _Column(ProgressColumn):
         return Text(self.text(task, task.fields["meter"]), style=self.style)
 
     def text(self, task: Task, meter: Meter) -> str:
-        """Return the text for a task, without style."""
+        """Return the text for a task, without style.
+
+        Args:
+            task: task of rich's progress display.
+            meter: counter of the loop's batches and seconds.
+        """
         raise NotImplementedError
 
 

@@ -69,24 +69,44 @@ class TQDMProgressBar(DrawnProgressBar):
     # -- construction of bars ------------------------------------------------------------------------------
 
     def init_sanity_tqdm(self) -> Any:
-        """Create the bar for the sanity check."""
+        """Create the bar for the sanity check.
+
+        Returns:
+            a new ``tqdm`` object, as in :meth:`init_train_tqdm`.
+        """
         return self._make(self.sanity_check_description, leave=False)
 
     def init_train_tqdm(self) -> Any:
-        """Create the training bar."""
+        """Create the training bar.
+
+        Returns:
+            a new ``tqdm`` object. An override may return a bar of another class.
+        """
         return self._make(self.train_description, leave=True)
 
     def init_validation_tqdm(self) -> Any:
-        """Create the validation bar, below the training bar in a fit."""
+        """Create the validation bar, below the training bar in a fit.
+
+        Returns:
+            a new ``tqdm`` object, as in :meth:`init_train_tqdm`.
+        """
         below = self.trainer.state.fn == "fit"
         return self._make(self.validation_description, leave=not below, offset=int(below))
 
     def init_test_tqdm(self) -> Any:
-        """Create the bar for testing."""
+        """Create the bar for testing.
+
+        Returns:
+            a new ``tqdm`` object, as in :meth:`init_train_tqdm`.
+        """
         return self._make(self.test_description, leave=True)
 
     def init_predict_tqdm(self) -> Any:
-        """Create the bar for prediction."""
+        """Create the bar for prediction.
+
+        Returns:
+            a new ``tqdm`` object, as in :meth:`init_train_tqdm`.
+        """
         return self._make(self.predict_description, leave=True)
 
     def _make(self, description: str, *, leave: bool, offset: int = 0) -> Any:
@@ -149,7 +169,10 @@ class TQDMProgressBar(DrawnProgressBar):
     # -- output of others ----------------------------------------------------------------------------------
 
     def print(self, *args: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, **kwargs: Any) -> None:
-        """Print above the bars."""
+        """Print above the bars.
+
+        Arguments are those of Python's ``print``.
+        """
         if self._visible_bars():
             _write_above(self._visible_bars(), sep.join(map(str, args)) + end, sys.stdout if file is None else file)
         else:
@@ -235,7 +258,11 @@ def _write_above(shown: Sequence[Any], text: str, stream: TextIO) -> None:
 
 
 def convert_inf(x: int | float | None) -> int | float | None:
-    """Return a total for tqdm, which uses None for an unknown (infinite) total."""
+    """Return a total for tqdm, which uses None for an unknown (infinite) total.
+
+    Args:
+        x: number of batches; infinity or None if unknown.
+    """
     return x if x is not None and math.isfinite(x) else None
 
 

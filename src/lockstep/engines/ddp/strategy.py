@@ -78,7 +78,11 @@ class CountedLocalSteps(LocalSteps, Protocol):
         """Return the state of this rank alone."""
 
     def load_rank_states(self, states: list[dict[str, Any]]) -> None:
-        """Load this rank's entry from the list of all ranks' `rank_state` results, which may be empty."""
+        """Load this rank's entry from the list of all ranks' `rank_state` results, which may be empty.
+
+        Args:
+            states: one state per rank, in the order of the ranks.
+        """
 
 
 class AttachableHook(Protocol):
@@ -95,18 +99,37 @@ class AttachableHook(Protocol):
     def attach(
         self, reducer: Reducer, module: nn.Module, optimizers: list[Optimizer], node_rank: int, **of_steps: Any
     ) -> CountedLocalSteps | None:
-        """Make ``reducer`` reduce its buckets with this hook. Return the fit's local steps, or None. Collective."""
+        """Make ``reducer`` reduce its buckets with this hook. Return the fit's local steps, or None. Collective.
+
+        Args:
+            reducer: reducer of the gradients.
+            module: module of the fit.
+            optimizers: optimizers of the fit.
+            node_rank: index of this process's node, from 0.
+            of_steps: ``scaler``, the loss scaler or None, and ``take_buffers``, which synchronizes buffers, or None.
+        """
 
     def detach(self) -> None:
         """Detach the hook at the end of a fit."""
 
     def rank_states(self, local: CountedLocalSteps | None, alone: bool) -> list[dict[str, Any]]:
-        """Return a list with each rank's state on rank 0. Collective, unless ``alone``."""
+        """Return a list with each rank's state on rank 0. Collective, unless ``alone``.
+
+        Args:
+            local: local steps of the fit; None if there are none.
+            alone: True: return this rank's state without communication.
+        """
 
     def load_rank_states(
         self, local: CountedLocalSteps | None, states: Sequence[dict[str, Any]], device: torch.device
     ) -> None:
-        """Load this rank's entry of ``states``."""
+        """Load this rank's entry of ``states``.
+
+        Args:
+            local: local steps of the fit; None if there are none.
+            states: one state per rank, in the order of the ranks.
+            device: device of the gradients.
+        """
 
 
 class DDPStrategy(RankedStrategy):
@@ -127,15 +150,15 @@ class DDPStrategy(RankedStrategy):
         outer_optimizer: let an outer optimizer step at each average (local SGD, DiLoCo): a dict of arguments
             of `lockstep.engines.ddp.averaging.OuterOptimizer`, ``{}`` for DiLoCo's.
         process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
-        timeout: time that a collective waits for the other ranks; None: 30 minutes.
+        timeout: time that a collective waits for the other ranks, a ``datetime.timedelta``; None: 30 minutes.
         start_method: "popen" (this script once per rank), "spawn" (the call, in fresh processes) or "fork" (the call,
             in copies of this process, which start at once and share its memory).
         nccl: NCCL's variables, with or without ``NCCL_``. They are set before the group is made, unless the shell or
             the cluster has set them: ``{"NSOCKS_PERTHREAD": 4, "SOCKET_NTHREADS": 2}``.
         shared_memory: if all ranks are on one host, sum CPU gradients in memory that they share, not over TCP.
         bucket_cap_mb: size of a gradient bucket, in MiB; None: 25.
-        bucket_cap_mb_list: sizes of the first buckets, starting with that of the parameters registered first; the
-            last one is used for all others. Such a layout is kept; otherwise it follows the gradients of the first
+        bucket_cap_mb_list: sizes of the first buckets, in MiB, starting with that of the parameters registered first;
+            the last one is used for all others. Such a layout is kept; otherwise it follows the gradients of the first
             step.
         broadcast_buffers: overwrite buffers (such as BatchNorm statistics) with rank 0's before each window.
         forward_sync_buffers: name of ``broadcast_buffers`` since torch 2.13.
@@ -158,6 +181,10 @@ class DDPStrategy(RankedStrategy):
 
     Raises:
         MisconfigurationException: an argument is unsupported or unknown.
+
+    Example::
+
+        Trainer(devices=4, strategy=DDPStrategy(shard_optimizer=True))
     """
 
     def __init__(
@@ -244,7 +271,11 @@ class DDPStrategy(RankedStrategy):
 
     @does("taking rank 0's weights")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Set up the module, then overwrite its weights and buffers with rank 0's. Collective."""
+        """Set up the module, then overwrite its weights and buffers with rank 0's. Collective.
+
+        Raises:
+            ValueError: on every rank, the ranks' modules differ; the message has the first difference.
+        """
         if module is not self.module:
             self._plan = None  # it belongs to an earlier fit's module
         super().setup_module(module, own_backward)
@@ -261,7 +292,16 @@ class DDPStrategy(RankedStrategy):
         self.copies.watch_buffers(self.module, self._broadcast_buffers and self.world.size > 1)
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Attach the reducer to the parameters, and synchronize BatchNorm if requested."""
+        """Attach the reducer to the parameters, and synchronize BatchNorm if requested.
+
+        Args:
+            optimizers: optimizers of the fit.
+            configs: schedulers of the fit, with the interval and frequency of their steps.
+
+        Raises:
+            MisconfigurationException: ``shard_optimizer`` is used with sparse gradients, or with an optimizer that
+                cannot be divided.
+        """
         if self._reducer is not None:  # its optimizers are replaced before the first step
             self._detach_reducer(self._reducer)
         super().setup_optimizers(optimizers, configs)
@@ -343,7 +383,12 @@ class DDPStrategy(RankedStrategy):
         reducer.on_unprepared_grad = unprepared
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Raise if a parameter is not reduced, even if it bypassed torch's registration hooks. Collective."""
+        """Raise if a parameter is not reduced, even if it bypassed torch's registration hooks. Collective.
+
+        Raises:
+            MisconfigurationException: a parameter is not reduced, or optimizers were replaced under
+                ``shard_optimizer``.
+        """
         if replaced and self._shard_optimizer and self.world.size > 1:
             raise MisconfigurationException(
                 f"The optimizers were replaced during a fit, which {type(self).__name__}(shard_optimizer=True) does "
@@ -432,7 +477,11 @@ class DDPStrategy(RankedStrategy):
         return result
 
     def held(self) -> dict[str, list[Tensor]]:
-        """Return the model's tensors, the reducer's buckets and the communication hook's state."""
+        """Return the model's tensors, the reducer's buckets and the communication hook's state.
+
+        Returns:
+            the tensors themselves, of any shapes and dtypes, not copies.
+        """
         held = super().held()
         held["buckets"] = [] if self._reducer is None else self._reducer.memory()
         held["hook_state"] = [] if self._hook is None else list(tensors_in(self._hook.state, 8))

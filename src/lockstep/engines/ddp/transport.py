@@ -35,7 +35,11 @@ class Transport(Protocol):
     alignment: int
 
     def buffers(self, sizes: list[Size]) -> Iterable[Tensor] | None:
-        """Return a flat buffer of zeros for each bucket; None on all ranks if the transport cannot create buffers."""
+        """Return a flat buffer of zeros for each bucket; None on all ranks if the transport cannot create buffers.
+
+        Args:
+            sizes: number of elements, dtype and device of each bucket.
+        """
         ...
 
     def start(self, bucket: Bucket, scale: float) -> None:

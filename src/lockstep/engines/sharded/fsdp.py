@@ -72,7 +72,7 @@ class FSDPStrategy(ShardedStrategy):
         accelerator, parallel_devices: must be None; choose devices with ``Trainer(accelerator=..., devices=...)``.
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
         process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
-        timeout: time that a collective waits for the other ranks; None: 30 minutes.
+        timeout: time that a collective waits for the other ranks, a ``datetime.timedelta``; None: 30 minutes.
         cpu_offload: keep shards, their gradients and optimizer states on the CPU: True, or torch's ``CPUOffload``
             or ``CPUOffloadPolicy``.
         mixed_precision: a dtype, torch's ``MixedPrecision`` or ``MixedPrecisionPolicy``: layers compute in it, their
@@ -102,6 +102,10 @@ class FSDPStrategy(ShardedStrategy):
 
     Raises:
         MisconfigurationException: an argument is unsupported or unknown.
+
+    Example::
+
+        Trainer(devices=8, strategy=FSDPStrategy(auto_wrap_policy={TransformerBlock}, state_dict_type="sharded"))
     """
 
     cuts_parameters = True
@@ -195,7 +199,12 @@ class FSDPStrategy(ShardedStrategy):
 
     @does("sharding the module")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Shard rank 0's weights over the ranks; a module that is already sharded does not change. Collective."""
+        """Shard rank 0's weights over the ranks; a module that is already sharded does not change. Collective.
+
+        Raises:
+            MisconfigurationException: the module cannot be sharded: it has lazy layers, another engine has left it
+                partitioned, or ``auto_wrap_policy`` selects no layer.
+        """
         from lockstep.engines.sharded.fully_shard import ShardedModule, is_sharded
 
         self._refuse_parts(module, "fsdp")
@@ -393,7 +402,12 @@ class FSDPStrategy(ShardedStrategy):
         return None
 
     def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
-        """Set ``requires_grad`` of a shard, and of the gathered parameter if there is one now."""
+        """Set ``requires_grad`` of a shard, and of the gathered parameter if there is one now.
+
+        Args:
+            parameter: parameter of the module.
+            needed: new value of ``requires_grad``.
+        """
         assert self._sharded is not None
         super().set_requires_grad(parameter, needed)
         self._sharded.set_requires_grad(parameter, needed)

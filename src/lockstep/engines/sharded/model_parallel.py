@@ -76,7 +76,7 @@ class ModelParallelStrategy(FSDPStrategy):
         save_distributed_checkpoint: True: a checkpoint is a folder, to which each rank writes its part; any strategy
             reads it. False: it is one file, gathered by rank 0.
         process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
-        timeout: time that a collective waits for the other ranks; None: 30 minutes.
+        timeout: time that a collective waits for the other ranks, a ``datetime.timedelta``; None: 30 minutes.
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
         async_save: ranks copy their parts and continue training, while a thread of each writes them.
         nccl: NCCL's variables, as in ``DDPStrategy``.
@@ -134,7 +134,16 @@ class ModelParallelStrategy(FSDPStrategy):
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Store rank, device and precision; the ranks in a row are one replica, with the same samples."""
+        """Store rank, device and precision; the ranks in a row are one replica, with the same samples.
+
+        Args:
+            world: ranks and nodes of the run, and the place of this process among them.
+            device: device of this rank.
+            precision: precision of the run.
+
+        Raises:
+            MisconfigurationException: the sizes do not make up the number of ranks.
+        """
         super().connect(world, device, precision)
         data, tensor = self._sizes(world)
         of_rank = tuple(rank // tensor for rank in range(world.size))
@@ -164,7 +173,11 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Mesh with the dimensions "data_parallel" and "tensor_parallel"; the module has it as ``self.device_mesh``."""
+        """Mesh with the dimensions "data_parallel" and "tensor_parallel"; the module has it as ``self.device_mesh``.
+
+        Raises:
+            MisconfigurationException: the ranks are not connected yet.
+        """
         if self._mesh_of_both is None:
             raise MisconfigurationException(
                 "device_mesh does not exist before the ranks are connected. Use it in `configure_model`."
@@ -173,7 +186,13 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Let all ranks split rank 0's weights in ``configure_model``, which runs inside the block. Collective."""
+        """Let all ranks split rank 0's weights in ``configure_model``, which runs inside the block. Collective.
+
+        Raises:
+            MisconfigurationException: the module has no ``configure_model``, or is already split; or the precision is
+                "fp8-mixed".
+            ValueError: on every rank, the ranks' modules differ.
+        """
         from torch.distributed.tensor import DTensor
 
         from lockstep.checkpoint.first_values import fill, leave_meta
@@ -207,7 +226,12 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @does("splitting the module")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Check how ``configure_model`` has split the module, and move unsplit parameters to the device. Collective."""
+        """Check how ``configure_model`` has split the module, and move unsplit parameters to the device. Collective.
+
+        Raises:
+            MisconfigurationException: a split parameter is not reduced over the rows, a dimension is smaller than the
+                number of ranks that share it, or nothing is split.
+        """
         from torch.distributed.tensor import DTensor, Shard
 
         from lockstep.engines.sharded.fully_shard import ShardedModule

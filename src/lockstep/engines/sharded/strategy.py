@@ -124,7 +124,16 @@ class ShardedStrategy(RankedStrategy):
         self.copies.watch_buffers(self.module, self.world.size > 1)
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Store the optimizers. Raise if they cannot update shards, or if gradients cannot be sharded."""
+        """Store the optimizers. Raise if they cannot update shards, or if gradients cannot be sharded.
+
+        Args:
+            optimizers: optimizers of the fit.
+            configs: schedulers of the fit, with the interval and frequency of their steps.
+
+        Raises:
+            MisconfigurationException: an optimizer cannot update shards, a parameter with a sparse gradient is sharded,
+                or an optimizer has parameters that the module lacks.
+        """
         super().setup_optimizers(optimizers, configs)
         parameters = dict(self.module.named_parameters())
         sparse = [name for name in sorted(sparse_names(self.module)) if hasattr(parameters.get(name), "placements")]
@@ -148,7 +157,11 @@ class ShardedStrategy(RankedStrategy):
                 raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape, engine=self.engine))
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Raise if optimizers were replaced, since new optimizers are not checked and have no states in the engine."""
+        """Raise if optimizers were replaced, since new optimizers are not checked and have no states in the engine.
+
+        Raises:
+            MisconfigurationException: optimizers were replaced during a fit.
+        """
         if replaced:
             raise MisconfigurationException(
                 f"The optimizers were replaced during a fit, which {type(self).__name__} does not support. Change "
@@ -169,7 +182,11 @@ class ShardedStrategy(RankedStrategy):
     # -- one window
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Run a step method; layers are gathered when the forward reaches them."""
+        """Run a step method; layers are gathered when the forward reaches them.
+
+        Raises:
+            MisconfigurationException: a parameter or buffer was added to the module after it was sharded.
+        """
         late = self._late
         if late is not None and late.found is not None:
             raise MisconfigurationException(LATE.format(rank=self.world.rank, name=late.found))
@@ -201,7 +218,15 @@ class ShardedStrategy(RankedStrategy):
             )
 
     def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint on every rank: a complete file, or this rank's parts from a folder. Collective."""
+        """Read a checkpoint on every rank: a complete file, or this rank's parts from a folder. Collective.
+
+        Args:
+            filepath: path or URL of a file or folder.
+            weights_only: as in ``trainer.fit``.
+
+        Returns:
+            the state of the run, by name; from a folder, with this rank's parts.
+        """
         if not sharded.is_sharded(filepath):
             return super().load_checkpoint(filepath, weights_only)
         self.checkpoints.io.wait()

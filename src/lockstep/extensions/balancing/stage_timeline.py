@@ -65,7 +65,11 @@ class StageTimeline(Callback):
         self._places: dict[int, _PlaceTimes] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the strategy and the path, and start to measure every accumulation window."""
+        """Check the strategy and the path, and start to measure every accumulation window.
+
+        Raises:
+            MisconfigurationException: the strategy has no stages, or the file cannot be written.
+        """
         times = self._times(trainer)
         if not times:
             raise MisconfigurationException(

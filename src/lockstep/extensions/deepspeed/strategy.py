@@ -71,9 +71,12 @@ class DeepSpeedStrategy(ShardedStrategy):
         offload_parameters: keep parameters on ``offload_params_device`` ("cpu"); for stage 3.
         offload_params_device, offload_optimizer_device: "cpu" or "nvme".
         nvme_path: a folder on a fast disk, for the device "nvme".
-        params_buffer_count, params_buffer_size, max_in_cpu, optimizer_buffer_count, pin_memory: settings of offload.
-        block_size, queue_depth, single_submit, overlap_events, thread_count: settings of the disk.
-        sub_group_size, contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter: settings of ZeRO.
+        params_buffer_count, params_buffer_size, max_in_cpu, optimizer_buffer_count, pin_memory: settings of offload;
+            the sizes ``params_buffer_size`` and ``max_in_cpu`` are numbers of elements.
+        block_size, queue_depth, single_submit, overlap_events, thread_count: settings of the disk; ``block_size`` is in
+            bytes.
+        sub_group_size, contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter: settings of ZeRO;
+            ``sub_group_size`` is in elements.
         allgather_bucket_size, reduce_bucket_size: size of a bucket, in elements; at most 2e8 by default.
         zero_allow_untested_optimizer: if False, refuse optimizers that DeepSpeed does not list as tested.
         config: DeepSpeed's config: a JSON file, or a dict. Settings of the Trainer may be repeated in it with the same
@@ -85,7 +88,7 @@ class DeepSpeedStrategy(ShardedStrategy):
             settings of ``deepspeed.checkpointing``, if the model uses it.
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
         process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
-        timeout: time that a collective waits for the other ranks; None: 30 minutes.
+        timeout: time that a collective waits for the other ranks, a ``datetime.timedelta``; None: 30 minutes.
         nccl: NCCL's variables, as in ``DDPStrategy``.
         activation_checkpointing: recompute activations in the backward: True (in the repeated blocks), or classes.
         activation_checkpointing_policy: layers to recompute, as classes or a policy function.
@@ -98,6 +101,10 @@ class DeepSpeedStrategy(ShardedStrategy):
     Raises:
         MisconfigurationException: an argument is unknown or not supported, or has a different value than the config.
         ModuleNotFoundError: DeepSpeed is not installed.
+
+    Example::
+
+        Trainer(devices=8, strategy=DeepSpeedStrategy(stage=3, offload_optimizer=True))
     """
 
     steps_itself = True
@@ -222,7 +229,16 @@ class DeepSpeedStrategy(ShardedStrategy):
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Check the precision, and leave the scaling of a float16 loss to the engine."""
+        """Check the precision, and leave the scaling of a float16 loss to the engine.
+
+        Args:
+            world: ranks and nodes of the run, and the place of this process among them.
+            device: device of this rank.
+            precision: precision of the run.
+
+        Raises:
+            MisconfigurationException: DeepSpeed does not support the precision.
+        """
         if precision.name not in settings.PRECISIONS:
             raise MisconfigurationException(
                 f'Trainer(precision="{precision.name}", strategy="deepspeed"): DeepSpeed keeps its weights in float32 '
@@ -236,7 +252,11 @@ class DeepSpeedStrategy(ShardedStrategy):
         super().connect(world, device, precision)
 
     def setup_environment(self) -> None:
-        """Join the other ranks, and import DeepSpeed."""
+        """Join the other ranks, and import DeepSpeed.
+
+        Raises:
+            MisconfigurationException: the config has an unknown key, or a disk is to be used and libaio is missing.
+        """
         super().setup_environment()
         # DeepSpeed reads LOCAL_RANK from the environment when its process group is initialized
         self._call.close()
@@ -252,7 +272,12 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     @does("taking rank 0's weights")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Load rank 0's weights and buffers on all ranks; in stage 3 each rank keeps its shard of the weights."""
+        """Load rank 0's weights and buffers on all ranks; in stage 3 each rank keeps its shard of the weights.
+
+        Raises:
+            MisconfigurationException: the module has no parameters, or another engine has left it partitioned.
+            ValueError: on every rank, the ranks' modules differ.
+        """
         self._refuse_parts(module, "deepspeed" if self._stage == 3 else "")
         if self._zero is not None and not self._is_over:
             self._zero.end()
@@ -333,7 +358,16 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     @does("starting DeepSpeed's engine")
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Create DeepSpeed's engine for the module and its optimizer."""
+        """Create DeepSpeed's engine for the module and its optimizer.
+
+        Args:
+            optimizers: optimizers of the fit.
+            configs: schedulers of the fit, with the interval and frequency of their steps.
+
+        Raises:
+            MisconfigurationException: the module, an optimizer or a callback requires a feature that DeepSpeed does not
+                support.
+        """
         from lockstep.extensions.deepspeed.engine import ZeroEngine, ZeroGradients
 
         super().setup_optimizers(optimizers, configs)
@@ -430,7 +464,11 @@ class DeepSpeedStrategy(ShardedStrategy):
                 )
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Raise an error for a parameter that was unfrozen or added to the optimizer after the engine's creation."""
+        """Raise an error for a parameter that was unfrozen or added to the optimizer after the engine's creation.
+
+        Raises:
+            MisconfigurationException: a parameter was unfrozen or added, or optimizers were replaced.
+        """
         super().check_trained(replaced)
         name = None if self._zero is None else self._zero.find_untrained()
         if name is not None:
@@ -489,7 +527,11 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._zero.clip(value)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Let the engine update the parameters."""
+        """Let the engine update the parameters.
+
+        Raises:
+            MisconfigurationException: ``closure`` is given.
+        """
         assert self._zero is not None
         if closure is not None:
             raise MisconfigurationException(
@@ -599,7 +641,11 @@ class DeepSpeedStrategy(ShardedStrategy):
         return found
 
     def load(self, state: EngineState) -> None:
-        """Load this rank's shards of a state. Tensors on the meta device, as `save` returns them, are skipped."""
+        """Load this rank's shards of a state. Tensors on the meta device, as `save` returns them, are skipped.
+
+        Raises:
+            RuntimeError: the module's ``strict_loading`` is True, and names of weights differ.
+        """
         if state.module is not None:
             self._load_module(state.module)
         for saved in state.optimizers or ():

@@ -226,6 +226,12 @@ class ModelPruning(Callback):
     ) -> ParameterList:
         """Return the pairs ``(module, name)`` to prune: the given pairs, or by default those of all layers.
 
+        Args:
+            pl_module: module with the layers.
+            parameters_to_prune: pairs ``(module, name)``; empty for those of all layers.
+            parameter_names: names of parameters to prune if ``parameters_to_prune`` is empty; default: "weight" and
+                "bias".
+
         Raises:
             MisconfigurationException: an entry is not a pair ``(module, name)``, or is not in the model.
         """
@@ -244,7 +250,11 @@ class ModelPruning(Callback):
     # -- hooks ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the parameters to prune; save their initial values if ``use_lottery_ticket_hypothesis`` needs them."""
+        """Find the parameters to prune; save their initial values if ``use_lottery_ticket_hypothesis`` needs them.
+
+        Raises:
+            MisconfigurationException: the strategy shards parameters, or a parameter to prune is missing or lazy.
+        """
         # After unpickling in another process, the pairs refer to modules of that process.
         if self._requested_names and not {id(part) for part, _ in self._requested} <= set(map(id, pl_module.modules())):
             self._requested = _by_name(pl_module, self._requested_names)
@@ -347,7 +357,11 @@ class ModelPruning(Callback):
                     tensor.copy_(first)
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune, at once, a fraction or a number of the elements that are not yet pruned."""
+        """Prune, at once, a fraction or a number of the elements that are not yet pruned.
+
+        Args:
+            amount: fraction (float, 0 to 1) or number (int) of elements.
+        """
         before = self._zeros() if self._verbose else []
         if self._use_global_unstructured:
             # The user's class may not accept all of them, and torch passes on what it gets.
@@ -374,7 +388,11 @@ class ModelPruning(Callback):
                 value.copy_(shells[id(module)]._parameters[own])  # type: ignore[arg-type]
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
-        """Remove all masks inside ``module``; pruned elements become zeros that training can change again."""
+        """Remove all masks inside ``module``; pruned elements become zeros that training can change again.
+
+        Args:
+            module: module whose layers were pruned.
+        """
         for part in module.modules():
             for key, hook in list(part._forward_pre_hooks.items()):
                 if isinstance(hook, prune.BasePruningMethod):

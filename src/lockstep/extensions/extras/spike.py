@@ -66,6 +66,7 @@ class SpikeDetection(Callback):
     Raises:
         TrainingSpikeException: at a spike.
         MisconfigurationException: ``mode`` is invalid, or ``window`` is below 1.
+        OSError: at a spike, the JSON file cannot be written.
 
     Example::
 
@@ -102,7 +103,11 @@ class SpikeDetection(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
-        """Check the batch's loss on each rank; if the loss on any rank is a spike, raise on all ranks."""
+        """Check the batch's loss on each rank; if the loss on any rank is a spike, raise on all ranks.
+
+        Raises:
+            TrainingSpikeException: the loss of any rank is a spike; raised on all ranks.
+        """
         with trainer.strategy.with_all_ranks():
             self._check_loss(trainer, _loss(outputs), batch_idx)
 

@@ -126,18 +126,32 @@ class StochasticWeightAveraging(Callback):
 
     @staticmethod
     def avg_fn(averaged_model_parameter: Tensor, model_parameter: Tensor, num_averaged: Tensor) -> Tensor:
-        """Update the equal-weight mean of ``num_averaged`` values with one more value, and return the new mean."""
+        """Update the equal-weight mean of ``num_averaged`` values with one more value, and return the new mean.
+
+        Args:
+            averaged_model_parameter: mean so far.
+            model_parameter: value that is added, of the same shape.
+            num_averaged: number of values in the mean so far, a scalar integer tensor.
+        """
         return averaged_model_parameter + (model_parameter - averaged_model_parameter) / (num_averaged + 1)
 
     @staticmethod
     def pl_module_contains_batch_norm(pl_module: LightningModule) -> bool:
-        """Return True if the module has BatchNorm layers."""
+        """Return True if the module has BatchNorm layers.
+
+        Args:
+            pl_module: module to search.
+        """
         return any(isinstance(part, _BatchNorm) for part in pl_module.modules())
 
     # -- training ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Drop the average of an earlier fit, and check that the module can be averaged."""
+        """Drop the average of an earlier fit, and check that the module can be averaged.
+
+        Raises:
+            MisconfigurationException: a module with BatchNorm uses manual optimization.
+        """
         if stage == "fit":
             self._forget()
             if not pl_module.automatic_optimization and self.pl_module_contains_batch_norm(pl_module):
@@ -150,6 +164,10 @@ class StochasticWeightAveraging(Callback):
         """Compute the epoch in which averaging starts.
 
         If the checkpoint of a resumed fit was written during averaging, the learning rate of averaging is restored.
+
+        Raises:
+            MisconfigurationException: there are several optimizers or schedulers, or ``max_epochs`` is unlimited and
+                ``swa_epoch_start`` a fraction.
         """
         if len(trainer.optimizers) != 1:
             raise MisconfigurationException(

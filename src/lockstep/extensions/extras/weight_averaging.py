@@ -47,6 +47,14 @@ class WeightAveraging(Callback):
         use_buffers: average the buffers, too (such as running statistics of BatchNorm); otherwise they are copied.
         **kwargs: arguments of ``torch.optim.swa_utils.AveragedModel``: ``avg_fn`` or ``multi_avg_fn``.
 
+    Raises:
+        MisconfigurationException: when training starts, the ranks of a pipeline have only the weights of their own
+            blocks, or a layer is lazy; later, parameters or buffers were added, removed or reshaped.
+
+    Example::
+
+        Trainer(max_epochs=100, callbacks=WeightAveraging(device="cpu")).fit(model)  # validates and keeps the average
+
     Source: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, UAI 2018.
     """
 
@@ -308,6 +316,10 @@ class EMAWeightAveraging(WeightAveraging):
 
     Raises:
         MisconfigurationException: ``decay`` is not between 0 and 1, or ``update_every_n_steps`` is negative.
+
+    Example::
+
+        Trainer(callbacks=EMAWeightAveraging(decay=0.999, update_starting_at_step=1000))
     """
 
     def __init__(

@@ -52,6 +52,16 @@ def instantiate_class(args: object, init: dict[str, Any]) -> Any:
     Args:
         args: the first positional argument, or a tuple of several.
         init: the class and its keyword arguments.
+
+    Returns:
+        the object.
+
+    Raises:
+        ImportError, AttributeError: there is no such class.
+
+    Example::
+
+        instantiate_class(model.parameters(), {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})
     """
     module, _, name = init["class_path"].rpartition(".")
     positional = args if isinstance(args, tuple) else (args,)
@@ -67,6 +77,9 @@ def instantiate_module(class_type: type, config: dict[str, Any]) -> Any:
     Args:
         class_type: the class, or a base of the class in ``_class_path``.
         config: the ``hparams`` of a checkpoint.
+
+    Returns:
+        the module or data module.
     """
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     values = {key: value for key, value in config.items() if key not in ("_class_path", "_instantiator")}
@@ -148,6 +161,10 @@ class SaveConfigCallback(Callback):
     Raises:
         ValueError: nothing would be saved.
         RuntimeError: (in a run) the file exists already.
+
+    Example::
+
+        LightningCLI(Net, Data, save_config_kwargs={"config_filename": "run.yaml", "overwrite": True})
     """
 
     def __init__(
@@ -279,6 +296,10 @@ class LightningCLI:
         datamodule: the data module, or None.
         subcommand: the subcommand, such as "fit"; None without ``run``.
 
+    Raises:
+        MisconfigurationException: the command line has several optimizers or schedulers that the CLI should create.
+        SystemExit: the command line is invalid, or ``--help`` or ``--print_config`` was given.
+
     Example::
 
         if __name__ == "__main__":
@@ -363,7 +384,14 @@ class LightningCLI:
         }
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Create a parser; called for the main parser and for the parser of each subcommand."""
+        """Create a parser; called for the main parser and for the parser of each subcommand.
+
+        Args:
+            kwargs: arguments of ``parser_class``.
+
+        Returns:
+            the parser, with the option ``--config``.
+        """
         kwargs.setdefault("dump_header", [f"lockstep=={sys.modules['lockstep'].__version__}"])
         parser = self.parser_class(**kwargs)
         parser.add_argument(
@@ -374,7 +402,13 @@ class LightningCLI:
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Create :attr:`parser` with all arguments; if ``add_subcommands``, with a parser for each subcommand."""
+        """Create :attr:`parser` with all arguments; if ``add_subcommands``, with a parser for each subcommand.
+
+        Args:
+            add_subcommands: True for a parser of subcommands.
+            main_kwargs: arguments of the main parser.
+            subparser_kwargs: arguments of the subcommands' parsers, by name of the subcommand.
+        """
         self.parser = self.init_parser(**main_kwargs)
         if add_subcommands:
             self._add_subcommands(self.parser, **subparser_kwargs)
@@ -410,7 +444,11 @@ class LightningCLI:
         self.link_optimizers_and_lr_schedulers(parser)
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add ``--seed_everything``."""
+        """Add ``--seed_everything``.
+
+        Args:
+            parser: parser of a subcommand, or the main parser without subcommands.
+        """
         parser.add_argument(
             "--seed_everything",
             type=Union[bool, int],  # noqa: UP007
@@ -419,7 +457,11 @@ class LightningCLI:
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add ``--trainer``, ``--model`` and ``--data``."""
+        """Add ``--trainer``, ``--model`` and ``--data``.
+
+        Args:
+            parser: parser of a subcommand, or the main parser without subcommands.
+        """
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         parser.set_defaults({f"trainer.{k}": v for k, v in self.trainer_defaults.items() if k != "callbacks"})
         parser.add_lightning_class_args(self._model_class, "model", subclass_mode=self.subclass_mode_model)
@@ -443,13 +485,25 @@ class LightningCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
-        """Link each optimizer or scheduler added with ``link_to`` to the model argument that ``link_to`` names."""
+        """Link each optimizer or scheduler added with ``link_to`` to the model argument that ``link_to`` names.
+
+        Args:
+            parser: parser of a subcommand, or the main parser without subcommands.
+        """
         parser.link_registered()
 
     # -- the config ----------------------------------------------------------------------------------------
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the command line into :attr:`config`."""
+        """Parse the command line into :attr:`config`.
+
+        Args:
+            parser: the main parser.
+            args: as in the class.
+
+        Raises:
+            SystemExit: the command line is invalid.
+        """
         if args is not None and len(sys.argv) > 1:
             rank_zero_warn(f"LightningCLI(args={args!r:.100}) is used, so the command line {sys.argv[1:]} is ignored.")
         self.config = self._parsed(parser, args)
@@ -513,7 +567,11 @@ class LightningCLI:
         """Do nothing; a subclass may define code to run before the objects are created."""
 
     def instantiate_classes(self) -> None:
-        """Create data module, model and Trainer."""
+        """Create data module, model and Trainer.
+
+        Raises:
+            MisconfigurationException: the command line has several optimizers or schedulers that the CLI should create.
+        """
         self.config_init = self.parser.instantiate(self.config, instantiators=self._instantiators)
         self.datamodule = self._get(self.config_init, "data")
         self.model = self._get(self.config_init, "model")
@@ -524,7 +582,14 @@ class LightningCLI:
         """Do nothing; a subclass may define code to run after the objects are created."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Create the Trainer from the parsed arguments, which ``kwargs`` override."""
+        """Create the Trainer from the parsed arguments, which ``kwargs`` override.
+
+        Args:
+            kwargs: arguments of the Trainer.
+
+        Returns:
+            the Trainer, with the callbacks of the command line.
+        """
         callbacks = [self._get(self.config_init, key) for key in self._parser(self.subcommand).callback_keys]
         return self._instantiate_trainer({**self._get(self.config_init, "trainer", default={}), **kwargs}, callbacks)
 

@@ -91,6 +91,12 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         env_prefix: prefix of environment variables.
         default_env: read environment variables.
         **kwargs: arguments of `jsonargparse.ArgumentParser`.
+
+    Example::
+
+        parser = LightningArgumentParser()
+        parser.add_lightning_class_args(Net, "model")
+        config = parser.parse_args(["--model.lr", "0.1"])
     """
 
     def __init__(
@@ -116,7 +122,19 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: jsonargparse.Namespace | None = None, **kwargs: Any
     ) -> jsonargparse.Namespace:
-        """Parse a command line. Arguments as for `jsonargparse.ArgumentParser.parse_args`."""
+        """Parse a command line. Arguments as for `jsonargparse.ArgumentParser.parse_args`.
+
+        Args:
+            args: words of the command line; None for the arguments of this process.
+            namespace: values of arguments that are not on the command line.
+            kwargs: further arguments of that method.
+
+        Returns:
+            the parsed values.
+
+        Raises:
+            SystemExit: the command line is invalid.
+        """
         words = sys.argv[1:] if args is None else args
         try:
             words = [_known_word(word) if isinstance(word, str) else word for word in words]
@@ -172,6 +190,9 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
             nested_key: key of the group in the config.
             link_to: argument of the model that receives class and arguments as a dict; "AUTOMATIC": the CLI creates
                 the optimizer, and ``configure_optimizers`` returns it.
+
+        Raises:
+            MisconfigurationException: a class is not derived from ``torch.optim.Optimizer``.
         """
         self._add(optimizer_class, (Optimizer,), nested_key, {"params"})
         self._optimizers[nested_key] = (optimizer_class, link_to)
@@ -184,7 +205,11 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
     ) -> None:
         """Add the arguments of a learning rate scheduler as a group.
 
-        Arguments as for :meth:`add_optimizer_args`.
+        Arguments as for :meth:`add_optimizer_args`. Classes must be derived from ``LRScheduler`` or
+        ``ReduceLROnPlateau``.
+
+        Raises:
+            MisconfigurationException: a class is not derived from either of these.
         """
         self._add(lr_scheduler_class, LRSchedulerTypeTuple, nested_key, {"optimizer"})
         self._lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
@@ -219,6 +244,10 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         """Return the parsed value for an optimizer or scheduler.
 
         If the user cannot choose the class, ``class_path`` is added.
+
+        Args:
+            key: key of the group in the config.
+            parsed: parsed value of the group.
         """
         kind, _ = {**self._optimizers, **self._lr_schedulers}[key]
         return parsed if isinstance(kind, tuple) else _with_class(kind)(parsed)

@@ -134,9 +134,15 @@ class ParameterAverager:
         return False
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, and True under "agreed" if all ranks' parameters are equal now."""
         return {"steps": self.steps, "agreed": self.agreed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the result of :meth:`state_dict`.
+
+        Args:
+            state: a saved state, from any rank.
+        """
         self.steps = state["steps"]
         self.agreed = state["agreed"]
         if self._torchs is not None:
@@ -359,6 +365,11 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the result of :meth:`state_dict`.
+
+        Raises:
+            ValueError: the state has another number of parameters.
+        """
         self.steps = state["steps"]
         if state["optimizer"] is None:
             self._origins, self.optimizer = [], None

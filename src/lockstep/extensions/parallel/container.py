@@ -128,6 +128,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     Raises:
         ValueError: on every rank, if the ranks' modules differ, nothing in ``module`` requires a gradient, parameters
             have no values or overlap in memory, or this rank is not in the process group.
+        MisconfigurationException: ``mixed_precision`` is given, or a part of the module is a DistributedDataParallel
+            already.
 
     Example::
 
@@ -335,7 +337,18 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     # -- a step
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward. Collective if gradients are enabled."""
+        """Run the module's forward. Collective if gradients are enabled.
+
+        Args:
+            inputs, kwargs: arguments of the module's forward; with several devices, tensors are split along ``dim``.
+
+        Returns:
+            the module's output; from several devices, gathered on ``output_device``.
+
+        Raises:
+            MisconfigurationException: the forward cannot take part in a step: parameters were unfrozen or added, or it
+                runs in a context that the reduction does not support.
+        """
         profiled = profiler._is_profiler_enabled and profiler.record_function(FORWARD).__enter__()
         try:
             # what torch.func differentiates leaves no gradients in parameters
@@ -469,6 +482,13 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """Disable gradient synchronization for forwards in the context and for their backwards, wherever these run.
 
         Gradients accumulate on this rank. The first backward of a forward outside the context averages their sum.
+
+        Example::
+
+            with model.no_sync():
+                loss_fn(model(first), first_target).backward()  # accumulates on this rank
+            loss_fn(model(second), second_target).backward()  # averages the sum of both
+            optimizer.step()
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -486,6 +506,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         Args:
             n: weight of this rank's batch, for example its number of samples; 0 drops its gradients, also infinite
                 ones.
+
+        Raises:
+            ValueError: ``n`` is negative or not finite.
+            MisconfigurationException: a forward in the context runs inside ``join``.
 
         Example::
 
@@ -535,6 +559,14 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
         Raises:
             RuntimeError: optimizers are sharded.
+
+        Example::
+
+            with model.join():
+                for batch, target in loader:  # ranks may have different numbers of batches
+                    optimizer.zero_grad()
+                    loss_fn(model(batch), target).backward()
+                    optimizer.step()
         """
         if enable and self.steps_together:
             raise RuntimeError(
@@ -570,21 +602,55 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
         A batch with fewer rows than devices has fewer parts. This method is called for several devices, and also for
         one device if a subclass overrides the method.
+
+        Args:
+            inputs: positional arguments of the forward.
+            kwargs: keyword arguments of the forward.
+            device_ids: the devices.
+
+        Returns:
+            two lists, with a tuple of inputs and a dict of keyword arguments for each part.
+
+        Raises:
+            ValueError: tensors have different numbers of rows, or one lacks the dimension `dim`.
         """
         parts = copies.scatter((inputs, kwargs), [as_device(device) for device in device_ids], self.dim)
         return [part for part, _ in parts], [part for _, part in parts]
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
-        """Run each replica on its part in a thread, and return the outputs. A subclass may override this."""
+        """Run each replica on its part in a thread, and return the outputs. A subclass may override this.
+
+        Args:
+            replicas: one module per part.
+            inputs: a tuple of positional arguments per part.
+            kwargs: a dict of keyword arguments per part.
+        """
         calls = [partial(replica, *i, **k) for replica, i, k in zip(replicas, inputs, kwargs, strict=True)]
         return copies.in_threads(calls, self._devices)
 
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
-        """Join the outputs of the parts along `dim`. A subclass may override this."""
+        """Join the outputs of the parts along `dim`. A subclass may override this.
+
+        Args:
+            outputs: an output per part, all of the same structure.
+            output_device: device of the result.
+
+        Returns:
+            an output of the same structure.
+
+        Raises:
+            ValueError: the outputs cannot be joined.
+        """
         return copies.gather(outputs, as_device(output_device), self.dim)
 
     def to_kwargs(self, inputs: object, kwargs: object, device_id: Device) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Move inputs and keyword arguments to one device, and return each as a tuple of one part."""
+        """Move inputs and keyword arguments to one device, and return each as a tuple of one part.
+
+        Args:
+            inputs: positional arguments of the forward.
+            kwargs: keyword arguments of the forward.
+            device_id: device to move tensors to.
+        """
         device = as_device(device_id)
         return (move_data_to_device(inputs, device),), (move_data_to_device(kwargs, device),)
 

@@ -119,24 +119,44 @@ class SlurmCluster:
             cmd: name of the option, with or without dashes.
             value: value of the option; None for an option without a value.
             comment: a comment that is written above the option in the script.
+
+        Raises:
+            MisconfigurationException: ``value`` is False.
+
+        Example::
+
+            cluster.add_slurm_cmd("partition", "long", comment="jobs of up to a week")
         """
         self._options.append(sbatch.option(cmd, value, comment))
 
     def add_command(self, cmd: str) -> None:
-        """Add a line of shell code, which the job runs unchanged before Python starts."""
+        """Add a line of shell code, which the job runs unchanged before Python starts.
+
+        Args:
+            cmd: line of shell code, such as ``"source ~/venv/bin/activate"``.
+        """
         self._commands.append(cmd)
 
     def load_modules(self, modules: Iterable[str]) -> None:
         """Load environment modules in the job.
 
         If a module cannot be loaded, the job ends with a message that names the module.
+
+        Args:
+            modules: a name, or several.
         """
         if isinstance(modules, str):
             modules = [modules]
         self._commands += map(sbatch.module_command, modules)
 
     def notify_job_status(self, email: str, on_done: bool = True, on_fail: bool = True) -> None:
-        """Let SLURM send an email when a trial ends or fails."""
+        """Let SLURM send an email when a trial ends or fails.
+
+        Args:
+            email: address of the receiver.
+            on_done: send an email when a trial has ended.
+            on_fail: send an email when a trial has failed.
+        """
         self._email = (email, on_done, on_fail)
 
     # -- saving outside of the Trainer -----------------------------------------------------------------------
@@ -144,7 +164,17 @@ class SlurmCluster:
     def set_checkpoint_save_function(
         self, fn: Callable[..., object], kwargs: Mapping[str, object] | None = None
     ) -> None:
-        """Register ``fn(**kwargs)``, which each rank calls to save a trial that is stopped outside a fit."""
+        """Register ``fn(**kwargs)``, which each rank calls to save a trial that is stopped outside a fit.
+
+        Args:
+            fn: function to call.
+            kwargs: keyword arguments of ``fn``; None: no arguments.
+
+        Example::
+
+            cluster.set_checkpoint_save_function(save, {"path": "state.pt"})
+            cluster.set_checkpoint_load_function(load, {"path": "state.pt"})
+        """
         self._saving.save = partial(fn, **(kwargs or {}))
 
     def set_checkpoint_load_function(
@@ -153,6 +183,10 @@ class SlurmCluster:
         """Register ``fn(**kwargs)``, which loads what the save function has saved in an earlier start of the trial.
 
         The function is called before ``main``, or at once if ``main`` itself registers it.
+
+        Args:
+            fn: function to call.
+            kwargs: keyword arguments of ``fn``; None: no arguments.
         """
         self._saving.load = partial(fn, **(kwargs or {}))
         here = trial_here()
@@ -200,6 +234,10 @@ class SlurmCluster:
         A node runs one task, or ``n`` tasks after ``add_slurm_cmd("ntasks-per-node", n)``.
 
         Arguments as for :meth:`optimize_parallel_cluster_gpu`.
+
+        Raises:
+            MisconfigurationException: as for :meth:`optimize_parallel_cluster_gpu`.
+            SlurmRefused: as for :meth:`optimize_parallel_cluster_gpu`.
         """
         self._optimize(train_function, nb_trials, job_name, job_display_name, 0)
 

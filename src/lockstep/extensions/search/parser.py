@@ -71,6 +71,7 @@ class Hyperparameters(argparse.Namespace):
 
     @property
     def trial_number(self) -> int | None:
+        """Number of this trial in its search; None if these are not the values of a trial."""
         return self._number
 
     @property
@@ -100,7 +101,14 @@ class Hyperparameters(argparse.Namespace):
         return (self._trial(number, search) for number in wanted)
 
     def generate_trials(self, nb_trials: int | None = None) -> list[Hyperparameters]:
-        """Return the hyperparameters of all trials as a list; the method is named as in test-tube."""
+        """Return the hyperparameters of all trials as a list; the method is named as in test-tube.
+
+        Args:
+            nb_trials: as for :meth:`trials`.
+
+        Raises:
+            MisconfigurationException: as for :meth:`trials`.
+        """
         return list(self.trials(nb_trials))
 
     def _trial(self, number: int, search: SearchSettings) -> Hyperparameters:
@@ -140,6 +148,9 @@ class Hyperparameters(argparse.Namespace):
         Args:
             values: values of the trial.
             number: number of the trial.
+
+        Raises:
+            MisconfigurationException: an option's type rejects a value.
         """
         return self._with({name: self._restored(name, value) for name, value in values.items()}, number)
 
@@ -169,6 +180,7 @@ class Hyperparameters(argparse.Namespace):
 
         Raises:
             ModuleNotFoundError: Optuna is not installed.
+            MisconfigurationException: no option is tunable, or these hyperparameters were pickled.
         """
         from lockstep.extensions.search.study import StudyTrial
 
@@ -242,6 +254,13 @@ class Hyperparameters(argparse.Namespace):
         """Run the trials on this machine, with all GPUs hidden from them.
 
         Arguments as for :meth:`optimize_parallel`.
+
+        Returns:
+            The outcome of each trial, sorted by number.
+
+        Raises:
+            MisconfigurationException: as for :meth:`optimize_parallel`.
+            RuntimeError: all trials failed.
         """
         return self._run_trials(train_function, nb_trials, [""] * _workers(nb_workers), log_path)
 
@@ -264,6 +283,13 @@ class Hyperparameters(argparse.Namespace):
             nb_trials: largest number of trials; None for the whole grid.
             nb_workers: number of trials that run at a time, if smaller than the number of entries.
             log_path: as for :meth:`optimize_parallel`.
+
+        Returns:
+            The outcome of each trial, sorted by number.
+
+        Raises:
+            MisconfigurationException: there is no GPU, or as for :meth:`optimize_parallel`.
+            RuntimeError: all trials failed.
         """
         found = visible_devices() if gpu_ids is None else [str(entry).replace(" ", "") for entry in gpu_ids]
         if not found or not all(found):
@@ -306,7 +332,15 @@ class Hyperparameters(argparse.Namespace):
 
     @classmethod
     def of(cls, options: Mapping[str, Any], settings: SearchSettings) -> Hyperparameters:
-        """Create hyperparameters from options and the settings of a search."""
+        """Create hyperparameters from options and the settings of a search.
+
+        Args:
+            options: values of all options, by name.
+            settings: settings of the search.
+
+        Returns:
+            the hyperparameters, which belong to no trial.
+        """
         found = cls(**options)
         found._search = settings
         return found
@@ -391,6 +425,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
 
     Raises:
         MisconfigurationException: an argument has an invalid value.
+        ModuleNotFoundError: the strategy is "optuna", and Optuna is not installed.
 
     Example::
 
@@ -445,6 +480,12 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         """Add an option that no search varies, as in argparse.
 
         The error for an option that exists already also suggests a remedy.
+
+        Returns:
+            the action, as in argparse.
+
+        Raises:
+            argparse.ArgumentError: the option exists already.
         """
         try:
             return super().add_argument(*args, **kwargs)
@@ -522,6 +563,10 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         Args:
             args: names of the option, with leading dashes.
             kwargs: arguments of ``add_argument``; ``default`` is a path.
+
+        Raises:
+            MisconfigurationException: a name does not start with dashes.
+            argparse.ArgumentError: the option exists already.
         """
         if not args or not all(name.startswith(tuple(self.prefix_chars)) for name in args):
             raise MisconfigurationException(f"json_config{args}: the name must start with dashes, such as --config")
@@ -530,7 +575,14 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         return action
 
     def add_subparsers(self, **kwargs: Any) -> Any:
-        """Add subcommands, as in argparse; a search cannot vary options of subcommands."""
+        """Add subcommands, as in argparse; a search cannot vary options of subcommands.
+
+        Args:
+            kwargs: arguments of ``argparse.ArgumentParser.add_subparsers``.
+
+        Returns:
+            the object whose ``add_parser`` adds a subcommand.
+        """
         return super().add_subparsers(**{"parser_class": argparse.ArgumentParser, **kwargs})
 
     # -- parsing ---------------------------------------------------------------------------------------------
@@ -543,6 +595,13 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         Args:
             args: words of the command line; None for the arguments of this process.
             namespace: values of options that are not on the command line.
+
+        Returns:
+            the values of all options; its methods run a search.
+
+        Raises:
+            MisconfigurationException: the name of an option is that of a method of `Hyperparameters`.
+            SystemExit: the command line is invalid, as in argparse.
         """
         found = super().parse_args(args, namespace)
         assert isinstance(found, Hyperparameters)
@@ -551,7 +610,16 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[Hyperparameters, list[str]]:
-        """Parse a command line; return the options, and the words that this parser does not recognize."""
+        """Parse a command line; return the options, and the words that this parser does not recognize.
+
+        Args:
+            args: words of the command line; None for the arguments of this process.
+            namespace: values of options that are not on the command line.
+
+        Raises:
+            MisconfigurationException: the name of an option is that of a method of `Hyperparameters`.
+            ModuleNotFoundError: a `json_config` file is YAML, and PyYAML is not installed.
+        """
         hidden = [action.dest for action in self._actions if action.dest in RESERVED]
         if hidden:
             raise MisconfigurationException(

@@ -39,6 +39,8 @@ class PruneTrial(Callback):
 
     Raises:
         MisconfigurationException: (in a run) ``monitor`` was never logged.
+        RuntimeError: (in a run) rank 0 could not read or write the study; raised on the other ranks, while rank 0
+            raises the error itself.
 
     Example::
 

@@ -45,7 +45,7 @@ class Certificate:
         reasons: why there is no verdict.
         nature: expected differences between ranks and one process, which do not affect the verdict.
         course: for each step the largest difference of gradients, as a fraction of the largest gradient.
-        seconds: duration.
+        seconds: duration of the check, in seconds.
         compared: what the ranks were compared with: one process, ranks that were stopped, or each other.
     """
 

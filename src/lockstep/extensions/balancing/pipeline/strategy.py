@@ -146,7 +146,8 @@ class BalancedStrategy(RankedStrategy):
         activation_checkpointing_policy: the same by classes or a policy function.
         activation_checkpointing_save: activations of such layers that are kept nevertheless: "matmuls", operators of
             torch, or a policy function of ``torch.utils.checkpoint``.
-        others: see `lockstep.engines.ranks.RankedStrategy`.
+        cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, start_method, nccl: see
+            `lockstep.engines.ranks.RankedStrategy`.
 
     Raises:
         MisconfigurationException: arguments do not fit together; or, when a call starts, the module cannot be split.
@@ -203,7 +204,16 @@ class BalancedStrategy(RankedStrategy):
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Set rank, device and precision. The ranks of one pipeline are one replica and see the same samples."""
+        """Set rank, device and precision. The ranks of one pipeline are one replica and see the same samples.
+
+        Args:
+            world: ranks and nodes of the run, and the place of this process among them.
+            device: device of this rank.
+            precision: precision of the run.
+
+        Raises:
+            MisconfigurationException: the number of ranks or devices is not a multiple of ``stages``, or is 1.
+        """
         super().connect(world, device, precision)
         size = self._size(world)
         if not self.drives_all_devices:
@@ -251,6 +261,10 @@ class BalancedStrategy(RankedStrategy):
         """Split the module into stages with rank 0's weights.
 
         Until a fit starts, each rank has all weights, those of other ranks on the CPU.
+
+        Raises:
+            MisconfigurationException: the module cannot be split, or overrides ``backward``.
+            ValueError: on every rank, the ranks' modules differ.
         """
         # planned weights are missing because they are still in their folder
         if not pretrained.is_planned(module):
@@ -417,7 +431,18 @@ class BalancedStrategy(RankedStrategy):
         return turns
 
     def window(self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch]) -> list[Any]:
-        """Run all forwards and backwards of an accumulation window, reduce the gradients, and return the outputs."""
+        """Run all forwards and backwards of an accumulation window, reduce the gradients, and return the outputs.
+
+        Args:
+            step: the module's ``training_step``.
+            micro_batches: the micro-batches of the window.
+
+        Returns:
+            the outputs of ``step``, one per micro-batch.
+
+        Raises:
+            MisconfigurationException: a parameter of another rank's stage has a gradient on this rank.
+        """
         count = self._micro_batches or 2 * self._size(self.world)
         turns = self._turns(step, micro_batches, count)
         # before anything of this window is computed: blocks may move
@@ -514,7 +539,11 @@ class BalancedStrategy(RankedStrategy):
         return self._parts.whole_parameters()
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
-        """Return the full state of module and optimizers on rank 0, as one process would save it. Collective."""
+        """Return the full state of module and optimizers on rank 0, as one process would save it. Collective.
+
+        Raises:
+            MisconfigurationException: ``alone`` is True on several ranks, each with a part of the states only.
+        """
         if alone and self.world.size > 1:
             raise MisconfigurationException(ALONE.format(rank=self.world.rank))
         sends = self.replicas.index == 0

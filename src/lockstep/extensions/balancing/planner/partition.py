@@ -264,6 +264,9 @@ def partition(blocks: Sequence[Block], devices: Sequence[Device], spare: bool = 
         devices: the devices, in the order of their blocks.
         spare: True if a device may stay without blocks.
 
+    Returns:
+        the split: for each stage its first block and the block after its last one, from 0.
+
     Raises:
         DoesNotFit: no split that fits was found.
         ValueError: there are no blocks or no devices, or fewer blocks than devices with ``spare=False``.

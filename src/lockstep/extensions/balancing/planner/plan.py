@@ -172,6 +172,9 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the choice to a file for ``Trainer(strategy="plan.yaml")``.
 
+        Args:
+            path: path of a YAML file.
+
         Raises:
             MisconfigurationException: nothing fits, so there is no choice.
         """

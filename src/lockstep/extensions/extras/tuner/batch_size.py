@@ -244,17 +244,19 @@ class BatchSizeFinder(Callback):
         mode: "power": double until memory is exhausted, and take the last size that fits; "binsearch": then bisect to
             the largest size that fits.
         steps_per_trial: number of optimizer steps (batches in an evaluation) for each size.
-        init_val: first size.
+        init_val: first size, in samples.
         max_trials: number of sizes that fit before the search ends.
         batch_arg_name: attribute of the module, the data module, or their hparams.
         margin: with "binsearch", fraction that is subtracted from the result.
-        max_val: largest size to try.
+        max_val: largest size to try, in samples.
 
     Attributes:
         optimal_batch_size: the result; ``init_val`` before the search.
 
     Raises:
         ValueError: a setting is invalid.
+        MisconfigurationException: at the setup of a call, the attribute does not exist, loaders were passed as
+            arguments, or there are several processes.
 
     Example::
 
@@ -284,7 +286,15 @@ class BatchSizeFinder(Callback):
         check_data(trainer, self._settings.batch_arg_name)
 
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Run the search, and then restore everything except the batch size."""
+        """Run the search, and then restore everything except the batch size.
+
+        Args:
+            trainer: the Trainer that runs.
+            pl_module: module of the run.
+
+        Raises:
+            RuntimeError: not even one sample fits into memory.
+        """
         self.optimal_batch_size = scale_batch_size(trainer, self._settings)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -54,6 +54,11 @@ class LRFinder:
 
     Attributes:
         results: ``{"lr": [...], "loss": [...]}`` with one entry a step; the loss is smoothed.
+
+    Example::
+
+        finder = Tuner(trainer).lr_find(model, datamodule=data)
+        print(finder.suggestion(), finder.results["loss"][:5])
     """
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
@@ -65,7 +70,11 @@ class LRFinder:
         self._optimal_idx: int | None = None
 
     def rate(self, step: int) -> float:
-        """Return the learning rate for a step of the range test, counted from 0."""
+        """Return the learning rate for a step of the range test, counted from 0.
+
+        Args:
+            step: number of the step, from 0 to ``num_training`` - 1.
+        """
         if step == 0:
             return self.lr_min
         share = (step + 1) / self.num_training
@@ -342,6 +351,7 @@ class LearningRateFinder(Callback):
 
     Raises:
         ValueError: a setting is invalid.
+        AttributeError: when the test starts, ``update_attr`` is True and the attribute does not exist.
 
     Example::
 
@@ -375,7 +385,17 @@ class LearningRateFinder(Callback):
         self._is_restored = False
 
     def lr_find(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Run the range test, and then restore everything except the learning rate."""
+        """Run the range test, and then restore everything except the learning rate.
+
+        Args:
+            trainer: the Trainer that runs.
+            pl_module: module of the run.
+
+        Raises:
+            AttributeError: ``update_attr`` is True, but the attribute does not exist.
+            MisconfigurationException: the strategy cannot undo steps, or there are several optimizers or manual
+                optimization.
+        """
         show = trainer.progress_bar_callback is not None
         self.optimal_lr = lr_find(trainer, self._settings, show_progress=show)
         if self._settings.update_attr and self.optimal_lr is not None:

@@ -143,11 +143,11 @@ class Tuner:
             mode: "power": double until memory is exhausted, and take the last size that fits; "binsearch": then bisect
                 to the largest size that fits.
             steps_per_trial: number of optimizer steps ("fit") or batches for each size.
-            init_val: first size.
+            init_val: first size, in samples.
             max_trials: number of sizes that fit before the search ends.
             batch_arg_name: attribute of the module, the data module, or their hparams.
             margin: with "binsearch", fraction that is subtracted from the result.
-            max_val: largest size to try.
+            max_val: largest size to try, in samples.
 
         Returns:
             The size; None in a ``fast_dev_run``. The search also ends at a size that covers the whole data set.

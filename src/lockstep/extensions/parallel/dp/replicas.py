@@ -74,25 +74,66 @@ class DataParallel(nn.Module):
                 )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the module's output for the whole batch."""
+        """Return the module's output for the whole batch.
+
+        Args:
+            inputs, kwargs: arguments of the module's forward; tensors are split along ``dim``, other objects are
+                passed to all parts.
+
+        Raises:
+            ValueError: tensors have different numbers of rows, or the outputs cannot be joined.
+        """
         parts = self.scatter((inputs, kwargs), self.devices)
         replicas = self.replicate(self.module, self.devices[: len(parts)])
         return self.gather(self.parallel_apply(replicas, parts), self.output_device)
 
     def replicate(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+        """Return a replica of the module for each device; the first replica is the module itself.
+
+        Args:
+            module: the module, on the first device.
+            devices: devices of the replicas, at most one per part of the batch.
+        """
         return replicate(module, devices)
 
     def scatter(self, inputs: object, devices: Sequence[torch.device]) -> list[Any]:
-        """Split the inputs among the devices; see :func:`scatter`. A subclass may override this method."""
+        """Split the inputs among the devices; see :func:`scatter`. A subclass may override this method.
+
+        Args:
+            inputs: nested collections of tensors and other objects.
+            devices: the devices.
+
+        Returns:
+            a list of parts of the same structure, one per device that has rows.
+
+        Raises:
+            ValueError: tensors have different numbers of rows, or one lacks the dimension ``dim``.
+        """
         return scatter(inputs, devices, self.dim)
 
     def parallel_apply(self, replicas: Sequence[nn.Module], parts: Sequence[Any]) -> list[Any]:
-        """Run each replica on its part ``(inputs, kwargs)``, and return the outputs. A subclass may override this."""
+        """Run each replica on its part ``(inputs, kwargs)``, and return the outputs. A subclass may override this.
+
+        Args:
+            replicas: one module per part.
+            parts: a pair of positional and keyword arguments per part.
+        """
         calls = [partial(replica, *i, **k) for replica, (i, k) in zip(replicas, parts, strict=True)]
         return in_threads(calls, self.devices)
 
     def gather(self, outputs: Sequence[Any], device: torch.device) -> Any:
-        """Join the outputs of the parts; see :func:`gather`. A subclass may override this method."""
+        """Join the outputs of the parts; see :func:`gather`. A subclass may override this method.
+
+        Args:
+            outputs: an output per part, all of the same structure.
+            device: device of the result.
+
+        Returns:
+            an output of the same structure.
+
+        Raises:
+            ValueError: the outputs cannot be joined.
+        """
         return gather(outputs, device, self.dim)
 
 

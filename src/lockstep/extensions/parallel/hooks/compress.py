@@ -117,6 +117,10 @@ def bf16(state: comm.Group, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average gradients over the ranks, sent as bfloat16 and summed in float32.
 
     Like `fp16`, with float32's range and 8 bits of precision.
+
+    Args:
+        state: the process group; ``None`` is the default group.
+        bucket: gradients of any floating point dtype, as for `fp16`.
     """
     return _in_halves(state, bucket, torch.bfloat16)
 
@@ -147,6 +151,9 @@ def fp16_wrapper(hook: Hook) -> Hook:
 
     Returns:
         a hook with the same state.
+
+    Raises:
+        TypeError: when the hook runs, gradients are complex.
 
     Example::
 

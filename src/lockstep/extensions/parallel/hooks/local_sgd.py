@@ -136,9 +136,15 @@ class PostLocalSGDState:
         return {**vars(self), **made}
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the number of rounds so far."""
         return {"iteration": self.iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the result of :meth:`state_dict`.
+
+        Args:
+            state: a saved state, from any rank.
+        """
         self.iteration = state["iteration"]
 
 
@@ -148,6 +154,9 @@ def post_local_sgd(state: PostLocalSGDState, bucket: GradBucket) -> torch.future
     Args:
         state: settings and progress.
         bucket: gradients of any dtype.
+
+    Returns:
+        a future of the bucket's buffer: a 1-D tensor with the averaged gradients.
 
     Example::
 

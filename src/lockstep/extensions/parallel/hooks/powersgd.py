@@ -79,7 +79,11 @@ class PowerSGDState:
         return {"iteration": self.iteration, "memory": self._memory.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore progress and memory that this rank saved. The settings of the constructor are kept."""
+        """Restore progress and memory that this rank saved. The settings of the constructor are kept.
+
+        Args:
+            state: result of :meth:`state_dict` on this rank.
+        """
         self.iteration = state["iteration"]
         self._memory.load_state_dict(state["memory"])
 
