@@ -282,7 +282,7 @@ class ModelCheckpoint(Checkpoint):
         if self.save_on_exception and trainer.world_size > 1:
             warn_once(
                 "ModelCheckpoint(save_on_exception=True) is ignored with several processes, because a save needs all "
-                "of them, and one has failed. Unless the strategy shards the model, use OnExceptionCheckpoint."
+                "processes, and one has failed. Unless the strategy shards the model, use OnExceptionCheckpoint."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -644,8 +644,8 @@ class ModelCheckpoint(Checkpoint):
     def _report_missing_monitor(self, trainer: Trainer, metrics: dict[str, Tensor]) -> None:
         available = sorted(set(metrics) - {"epoch", "step"})
         message = (
-            f"ModelCheckpoint(monitor={self.monitor!r}): no metric with this name was logged; available are "
-            f"{available}. Log it with self.log({self.monitor!r}, value), or monitor another metric."
+            f"ModelCheckpoint(monitor={self.monitor!r}) could not find the monitored key in the returned metrics: "
+            f"{available}. Log the metric with `self.log({self.monitor!r}, value)`, or monitor another one."
         )
         # The name may be right nevertheless: it is an error only if nothing else explains why it is missing.
         lacks = trainer.fit_loop.lacks_metrics

@@ -267,8 +267,9 @@ def init_arguments(
     if lacking:
         raise MisconfigurationException(
             f"{cls.__name__}.__init__ requires {', '.join(map(repr, lacking))}, but the checkpoint contains only the "
-            f"hyperparameters {sorted(map(str, found))}. Pass the missing argument: "
-            f"{cls.__name__}.load_from_checkpoint(path, {lacking[0]}=...)."
+            f"hyperparameters {sorted(map(str, saved))}. Pass the missing argument: "
+            f"{cls.__name__}.load_from_checkpoint(path, {lacking[0]}=...). To store the arguments in later "
+            "checkpoints, call `self.save_hyperparameters()` in `__init__`."
         )
     return found
 

@@ -232,7 +232,9 @@ class LoaderSource(ABC):
 
     def weights(self, number: int) -> Sequence[float]:
         """Return the number of samples that each rank draws for a micro-batch; 0 for a padding batch."""
-        raise NotImplementedError(f"{type(self).__name__} does not know the weights of batches before they are fetched")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot compute the weights of batches before they are fetched"
+        )
 
     def even_until(self, number: int) -> int:
         """Return the end of the consecutive micro-batches that have the same weights as micro-batch ``number``."""

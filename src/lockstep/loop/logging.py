@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 NEW_METRIC = (
-    "self.log({name!r}, <{metric}>) in `{hook}` got another object than before, so the epoch's value would be that of "
-    "the last object alone. Create the metric once, as an attribute of the module; or log numbers, which are averaged "
-    "over the epoch."
+    "self.log({name!r}, <{metric}>) in `{hook}` received a different object than before, so the epoch's value would be "
+    "that of the last object alone. Create the metric once, as an attribute of the module; or log numbers, which are "
+    "averaged over the epoch."
 )
 NOT_SAVED = (
     "self.log({name!r}, <{metric}>): the metric is not an attribute of the module (it may be in a list), so this "
-    "checkpoint does not hold its state of the epoch: make it an attribute, or put it into a `torch.nn.ModuleList`."
+    "checkpoint does not contain its state of the epoch: make it an attribute, or put it into a `torch.nn.ModuleList`."
 )
 _PLACES = {hook: place for place, hook in enumerate(LOGGING)}
 

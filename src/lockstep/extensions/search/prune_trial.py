@@ -151,8 +151,8 @@ class PruneTrial(Callback):
             return prunes
         message = (
             f"PruneTrial(monitor={self.monitor!r}): no metric of this name was logged. Logged so far: "
-            f"{', '.join(map(repr, metrics)) or 'none'}. Log it with `self.log({self.monitor!r}, value)`, "
-            "or monitor one of those."
+            f"{', '.join(map(repr, metrics)) or 'none'}. Log the metric with `self.log({self.monitor!r}, value)`, "
+            "or monitor one of the logged metrics."
         )
         why = trainer.fit_loop.lacks_metrics
         if why is None:

@@ -217,7 +217,7 @@ def make_plan(
     from lockstep.extensions.balancing.planner.cost import predict
 
     if goal not in ("speed", "memory"):
-        raise MisconfigurationException(f'A plan has no goal={goal!r}: give "speed" or "memory".')
+        raise MisconfigurationException(f'A plan has no goal={goal!r}: pass "speed" or "memory".')
     rows = []
     for profile in profiles:
         for candidate in candidates(profile, hardware):
