@@ -215,7 +215,7 @@ def refuse_several_processes(trainer: Trainer, what: str) -> None:
     """
     if trainer.world_size > 1 or trainer._spawns:
         raise MisconfigurationException(
-            f"{what} works on one process, but this Trainer has {trainer.world_size}"
+            f"{what} works in one process only, but this Trainer has {trainer.world_size}"
             f"{' that it spawns' if trainer._spawns else ''}. The ranks cannot yet agree on whether a trial ran out of "
             "memory. Search with `Trainer(devices=1)`, and use the result in this Trainer."
         )
