@@ -193,7 +193,7 @@ class ModelCheckpoint(Checkpoint):
         if self.monitor is None and self.save_top_k not in (-1, 0, 1):
             refuse(
                 f"save_top_k={self.save_top_k}, monitor=None",
-                "several checkpoints need a metric to rank by. Pass `monitor`, or choose -1, 0 or 1",
+                "no quantity for top_k to track. Pass `monitor`, or choose a `save_top_k` of -1, 0 or 1",
             )
         for name in ("every_n_train_steps", "every_n_epochs"):
             if getattr(self, f"_{name}") < 0:

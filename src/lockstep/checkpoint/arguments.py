@@ -266,8 +266,8 @@ def init_arguments(
     lacking = [name for name in needed if name not in found]
     if lacking:
         raise MisconfigurationException(
-            f"{cls.__name__}.__init__ requires {', '.join(map(repr, lacking))}, but the checkpoint contains only the "
-            f"hyperparameters {sorted(map(str, saved))}. Pass the missing argument: "
+            f"{cls.__name__}.__init__ requires {', '.join(map(repr, lacking))}, but the checkpoint's "
+            f"hyperparameters are {sorted(map(str, saved))}. Pass the missing argument: "
             f"{cls.__name__}.load_from_checkpoint(path, {lacking[0]}=...). To store the arguments in later "
             "checkpoints, call `self.save_hyperparameters()` in `__init__`."
         )

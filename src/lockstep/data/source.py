@@ -683,7 +683,7 @@ class Measure:
         way_out = "pass `self.log(..., batch_size=samples)`"
         if self._training:
             way_out += ' and return {"loss": loss, "weight": samples}'
-        found = f" (shape {tuple(tensor.shape)})" if tensor is not None else ", as there is none"
+        found = f" (shape {tuple(tensor.shape)})" if tensor is not None else ", because the batch contains no tensor"
         rank_zero_info(
             f"{self.name} yields ready-made batches, so lockstep uses the length of the first tensor as the number of "
             f"samples: {size:g} in the first batch{found}. If that is wrong, {way_out}."

@@ -257,8 +257,8 @@ class FitLoop(FitNames):
         reason = self.ending.between_epochs() if session.fit.resume.entry is not None else None
         if reason is not None and session.interruption is None:
             rank_zero_warn(
-                f"fit(ckpt_path={str(ckpt_path)!r}): there is nothing left to train after step {progress.global_step} "
-                f"and {progress.epoch} epochs: {reason}; raise that limit to continue."
+                f"trainer.fit(ckpt_path={str(ckpt_path)!r}): there is nothing left to train after step "
+                f"{progress.global_step} and {progress.epoch} epochs: {reason}; raise that limit to continue."
             )
 
     def _warn_of_eval_mode(self) -> None:

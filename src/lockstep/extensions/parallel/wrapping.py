@@ -110,9 +110,9 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
             )
     types = sorted({parameter.device.type for _, parameter in named})
     if len(types) > 1:
-        return f"{kind} has parameters on {' and '.join(types)}. Move it to devices of one type"
+        return f"{kind} has parameters on {' and '.join(types)}. Move the module to devices of one type"
     if not any(parameter.requires_grad for _, parameter in named):
-        return f"{kind}: no parameter requires a gradient, so there is nothing to average. Use the module without it"
+        return f"{kind}: no parameter requires a gradient, so there is nothing to average. Use the bare module"
     return None
 
 

@@ -150,7 +150,7 @@ class PruneTrial(Callback):
                 rank_zero_info(f"trial {trial.number} is pruned: {self.monitor} = {number:.6g} in report {self.checks}")
             return prunes
         message = (
-            f"PruneTrial(monitor={self.monitor!r}): no metric of this name was logged. Logged so far: "
+            f"PruneTrial(monitor={self.monitor!r}): no metric with this name was logged. Logged so far: "
             f"{', '.join(map(repr, metrics)) or 'none'}. Log the metric with `self.log({self.monitor!r}, value)`, "
             "or monitor one of the logged metrics."
         )

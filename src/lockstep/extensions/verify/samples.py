@@ -164,7 +164,7 @@ class Samples:
                 "their Subsets of the data overlap: split the same order of indices on all ranks, for example with "
                 "indices[rank::world_size], or use a DistributedSampler"
             )
-        return f"{first['sampler']} does not split the data among the ranks: give the loader a DistributedSampler"
+        return f"{first['sampler']} does not split the data among the ranks: pass a DistributedSampler to the loader"
 
     def _fault_of_sampler(self, first: Event) -> str:
         """Explain what is wrong with the DistributedSamplers of ranks that get the same samples."""

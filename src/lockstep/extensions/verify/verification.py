@@ -289,7 +289,9 @@ class Verification:
         # gradients are divided by all ranks, also by those that have no data
         if uneven is not None and any(event["by_all"] for _, event in ranks.find("join")):
             if uneven == 0:
-                self.comparison.vacuous.append("a rank has no data in the first step inside Join: give each rank data")
+                self.comparison.vacuous.append(
+                    "a rank has no data in the first step inside Join: provide data for each rank"
+                )
             elif self.comparison.drop_from(uneven):
                 self.notes.append(
                     f"Join: ranks without data count as zeros, so gradients are smaller from step {uneven} on"

@@ -84,7 +84,7 @@ def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, pa
         packages: optional packages that are installed.
     """
     if candidate.kind == "pipeline":
-        return 'predicted, not chosen: the module needs a chain of blocks; give strategy="balanced"'
+        return 'predicted, not chosen: the module needs a chain of blocks; pass strategy="balanced"'
     extension = {"deepspeed": "deepspeed", "dp": "parallel"}.get(candidate.kind)
     if extension is not None and not is_there(extension):
         return f"needs the extension {extension}"
