@@ -130,8 +130,8 @@ class OneForTwo(Chained):
 
 SPLIT_WRONG: dict[Any, str] = {
     **of_ranks.UNSPLIT,
-    of_ranks.Ignores: "gives net.3.value a different gradient",
-    of_ranks.LossWithoutChain: "gives the parameter of shape .* outside of the chain a different gradient",
+    of_ranks.Ignores: "computes a different gradient for net.3.value",
+    of_ranks.LossWithoutChain: "computes a different gradient for the parameter of shape .* outside of the chain",
     OneForTwo: r"torch computes a gradient for net.3.* that shares memory with another gradient",
     Watched: "net.3.inner.bias has a hook on its accumulated gradient",
 }
@@ -516,7 +516,7 @@ def test_what_one_process_cannot_do_is_refused(
 @pytest.mark.parametrize(
     ("module", "split", "text"),
     [
-        (Tied, [3, 2], "'layers.4.weight' are the same tensor, .* but would be on cpu:1 and on cpu. Give"),
+        (Tied, [3, 2], "'layers.4.weight' are the same tensor, .* but would be on cpu:1 and on cpu. Pass"),
         (of_ranks.TiedEnd, [2, 3], "'layers.0.weight' and 'layers.4.weight' are the same tensor"),
         (Tied, "measured", "would be on cpu:1 and on cpu"),
     ],

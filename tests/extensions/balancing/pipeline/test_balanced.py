@@ -297,8 +297,8 @@ ODD = [Frozen, FrozenEnd, InPlace, Unfreezes, Views, Recomputed, Hooked, Summed,
 
 
 UNSPLIT = {
-    Frozen: "gives net.4.weight a different gradient",
-    Unfreezes: "gives net.4.weight a different gradient",
+    Frozen: "computes a different gradient for net.4.weight",
+    Unfreezes: "computes a different gradient for net.4.weight",
     TiedEnd: "part of the weight fails .*through the graph a second time",
 }
 """What torch's backward in two parts does not do; older releases than 2.13 do less."""
