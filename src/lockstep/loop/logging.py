@@ -45,6 +45,8 @@ NOT_SAVED = (
     "checkpoint does not contain its state of the epoch: make it an attribute, or put it into a `torch.nn.ModuleList`."
 )
 _PLACES = {hook: place for place, hook in enumerate(LOGGING)}
+_COMPARED = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "add_dataloader_idx", "rank_zero_only")
+"""Names of the options that `Entry.normal` returns, in its order."""
 
 LogSnapshot = dict[Key, tuple[Any, ...]]
 """Snapshots of all entries, by key."""
@@ -205,9 +207,13 @@ class LogCollector:
         known = self.table.setdefault(name, entry)
         if known is not entry:
             if known.normal() != entry.normal():
+                pairs = zip(_COMPARED, known.normal(), entry.normal(), strict=True)
+                changed = [
+                    f"{option}={first!r}, then {option}={last!r}" for option, first, last in pairs if first != last
+                ]
                 raise MisconfigurationException(
-                    f"self.log({name!r}, ...) was called twice in `{self.hook[0]}` with different arguments: "
-                    f"{known.normal()} and {entry.normal()}. Pass the same arguments, or use another name."
+                    f"self.log({name!r}, ...) was called twice in `{self.hook[0]}` with different arguments "
+                    f"({'; '.join(changed)}). Pass the same arguments, or use another name."
                 )
             known.options = options
             known.each_step |= entry.each_step

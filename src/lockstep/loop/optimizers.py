@@ -128,7 +128,10 @@ def parse(
             several optimizers under automatic optimization.
     """
     if returned is None:
-        rank_zero_warn("`configure_optimizers` returned None: this run updates no parameters.")
+        rank_zero_warn(
+            "`configure_optimizers` returned None: this fit will run with no optimizer, and updates no parameters. If this "
+            "is not intended, return the optimizer."
+        )
         return [NoOptimizer()], []
     optimizers, schedulers = _unpack(returned)
     if automatic and len(optimizers) > 1:
