@@ -129,8 +129,8 @@ def parse(
     """
     if returned is None:
         rank_zero_warn(
-            "`configure_optimizers` returned None: this fit will run with no optimizer, and updates no parameters. If this "
-            "is not intended, return the optimizer."
+            "`configure_optimizers` returned None: this fit will run with no optimizer, and updates no parameters. If "
+            "this is not intended, return the optimizer."
         )
         return [NoOptimizer()], []
     optimizers, schedulers = _unpack(returned)
