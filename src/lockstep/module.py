@@ -431,7 +431,8 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         """
         if self.automatic_optimization:
             raise MisconfigurationException(
-                "manual_backward() was called under automatic optimization; set `self.automatic_optimization = False`."
+                "manual_backward() was called under automatic optimization; set `self.automatic_optimization = False`, "
+                "or remove the call and return the loss."
             )
         self.trainer.fit_loop.step.manual_backward(loss, *args, **kwargs)
 

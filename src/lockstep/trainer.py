@@ -76,9 +76,9 @@ STAYED_THERE = (
 
 SAVED_WITHIN = (
     "trainer.save_checkpoint in `{hook}`, while a training batch runs: a run that resumes from this file repeats the "
-    "batch and its window. It draws other random numbers, and counts some work twice: an optimizer step that has "
-    "already run, and buffers and logged values if the window has one batch. Save in `on_train_batch_end`, or with "
-    "ModelCheckpoint(every_n_train_steps=...)."
+    "batch and its window. The repeated batch draws different random numbers, and some work counts twice: an optimizer "
+    "step that has already run, and buffers and logged values if the window has one batch. Save in "
+    "`on_train_batch_end`, or with ModelCheckpoint(every_n_train_steps=...)."
 )
 
 
@@ -572,7 +572,7 @@ class Trainer(Attributes):
             own = f"{type(self.session.module).__name__}.on_train_batch_end"
             warn_once(
                 f"trainer.save_checkpoint in {early}: {own} has not run yet for this batch, and a run that resumes "
-                "from this file skips it. If this hook of the module changes anything, save there, or derive the "
+                "from this file skips that call. If the module's hook changes anything, save there, or derive the "
                 "callback from lockstep.callbacks.Checkpoint, which runs after the module."
             )
         state.save(self.session, filepath, bool(weights_only), storage_options, trainable_only=trainable_only)

@@ -103,7 +103,7 @@ def test_where_it_checks(given: bool | None, settings: dict, checks: list[str]) 
 
 
 def test_a_metric_that_was_never_logged() -> None:
-    with pytest.raises(MisconfigurationException, match=r"monitor='accuracy'.*Logged so far: 'loss'"):
+    with pytest.raises(MisconfigurationException, match=r"conditioned on metric 'accuracy'.*Logged so far: 'loss'"):
         run(EarlyStopping("accuracy"), [1.0])
     assert not run(EarlyStopping("accuracy", strict=False), [1.0]).should_stop
 

@@ -148,7 +148,9 @@ class TestRanking:
 class TestMissingMonitor:
     def test_names_what_there_is(self, tmp_path: Path) -> None:
         callback = ModelCheckpoint(monitor="val_los")
-        with pytest.raises(MisconfigurationException, match=r"monitor='val_los'.*available are \['acc', 'val_loss'\]"):
+        with pytest.raises(
+            MisconfigurationException, match=r"monitor='val_los'.*in the returned metrics: \['acc', 'val_loss'\]"
+        ):
             run(tmp_path, callback, values=lambda epoch: {"val_loss": 1.0, "acc": 0.5})
 
     def test_is_no_error_before_the_first_validation(self, tmp_path: Path) -> None:

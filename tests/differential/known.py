@@ -259,7 +259,7 @@ ROWS = [
         PAGE,
         replace(PLAIN, val_loaders=(), callbacks=(("ModelCheckpoint", {"monitor": "val"}),)),
         lambda program, d, theirs, ours: (
-            causes.refused(ours, "no metric with this name was logged")
+            causes.refused(ours, "could not find the monitored key")
             and (
                 causes.validates_nothing(program) or any("every_n_train_steps" in part for _, part in program.callbacks)
             )

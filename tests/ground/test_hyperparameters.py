@@ -180,7 +180,7 @@ class TestWhatACheckpointHolds:
             (a_loss, r"'value' is a function"),
             (nn.ReLU, r"'value' is the class torch\.nn\.\S+ReLU"),
             (functools.partial(a_loss), r"'value' is a functools\.partial"),
-            ({"a": [a_loss]}, r"'value' holds at \['a'\]\[0\] a function"),
+            ({"a": [a_loss]}, r"'value' contains, at \['a'\]\[0\], a function"),
         ],
     )
     def test_what_it_cannot_hold_is_refused_at_once_by_its_key(self, value: Any, what: str) -> None:

@@ -75,7 +75,7 @@ def meet(numbers: list[int | None]) -> list[Any]:
 def test_nodes_have_the_numbers_that_their_users_gave_them() -> None:
     assert meet([2, 0, 1]) == [(2, "node1"), (0, "node1"), (1, "node1")]
     assert meet([None, 5, None]) == [(1, "node1"), (0, "node1"), (2, "node1")]
-    assert meet([0, 0]) == ["--node-rank 0 is given on 2 nodes: give each its own number"] * 2
+    assert meet([0, 0]) == ["--node-rank 0 is used on 2 nodes: pass a different number on each"] * 2
 
 
 def test_the_folder_of_an_agent_that_was_killed_goes_with_the_next_run(tmp_path: Path) -> None:

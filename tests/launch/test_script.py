@@ -186,7 +186,7 @@ def test_a_rank_that_begins_with_a_call_that_rank_0_has_made_alone_is_told_so(tm
     assert ended.returncode == 1
     assert sorted(ended.stdout.splitlines()) == ["0 two", "None auto"]
     assert ended.stderr.splitlines()[-1].startswith(f"lockstep: rank 1 failed first, at {path}:10: ")
-    assert f"in the call at {path}:12, but this rank's first call is at {path}:10" in ended.stderr
+    assert f"in the call at {path}:12, but this rank's first call of a Trainer is at {path}:10" in ended.stderr
     path.write_text(FIRST.replace("DEVICES", "(2, 1, 2)"))  # "auto" are the two by then
     ended = python(path, folder=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")

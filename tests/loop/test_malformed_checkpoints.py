@@ -304,9 +304,9 @@ def written(tmp_path: Path) -> Path:
     [
         (
             Linears(a=2, b=4),
-            r"'layers.b.weight' has the shape \(3, 1\) in the checkpoint and \(4, 1\) here; create the module",
+            r"size mismatch for 'layers.b.weight': the shape is \(3, 1\) in the checkpoint, and \(4, 1\) in this",
         ),
-        (Loose(a=2, b=4), r"'layers.b.weight' has the shape"),
+        (Loose(a=2, b=4), r"size mismatch for 'layers.b.weight'"),
         (Linears(a=2, b=3, c=1), r"the checkpoint has no 'layers.c.weight';.*strict_loading = False"),
         (Linears(a=2), r"the module has no 'layers.b.weight';.*strict_loading = False"),
     ],

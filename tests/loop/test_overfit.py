@@ -40,7 +40,7 @@ def test_it_is_a_number_of_batches_or_a_part(asked: int | float, batches: int) -
 
 def test_nothing_is_shuffled_and_that_is_said() -> None:
     module, loader = Sees(), DataLoader(data(), 2, shuffle=True)
-    with pytest.warns(UserWarning, match=r"overfit_batches=...\): train_dataloader shuffles.*read in order"):
+    with pytest.warns(UserWarning, match=r"overfit_batches=...\): train_dataloader shuffles.*reads them in order"):
         quiet(overfit_batches=2, max_epochs=3).fit(module, loader)
     assert module.batches == [[1.0, 2.0], [3.0, 4.0]] * 3
     assert isinstance(loader.sampler, RandomSampler)  # the user's own loader is as it was

@@ -127,7 +127,7 @@ def test_a_sanity_check_leaves_no_trace_in_the_random_states() -> None:
 
 
 def test_intervals_that_cannot_be_are_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"val_check_interval=11.*check_val_every_n_epoch=None"):
+    with pytest.raises(MisconfigurationException, match=r"`val_check_interval` \(11\).*check_val_every_n_epoch=None"):
         quiet(max_epochs=1, val_check_interval=11).fit(Validated(), numbers(10), numbers(1))
     with pytest.raises(MisconfigurationException, match=r"val_check_interval=0.5"):
         quiet(max_epochs=1, val_check_interval=0.5).fit(Validated(), DataLoader(Stream(10)), numbers(1))

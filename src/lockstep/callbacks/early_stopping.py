@@ -189,7 +189,7 @@ class EarlyStopping(Callback):
 
     def _report_missing(self, trainer: Trainer, metrics: dict[str, Tensor]) -> None:
         message = (
-            f"EarlyStopping(monitor={self.monitor!r}): no metric with this name was logged. Logged so far: "
+            f"Early stopping conditioned on metric {self.monitor!r}, which is not available. Logged so far: "
             f"{', '.join(map(repr, metrics)) or 'none'}. Log the metric with `self.log({self.monitor!r}, value)`, "
             "or monitor one of the logged metrics."
         )

@@ -150,6 +150,6 @@ def _group_names(optimizer: Optimizer, name: str) -> list[str]:
     if twice:
         raise MisconfigurationException(
             f"LearningRateMonitor: parameter groups of {name.removeprefix('lr-')} share the name "
-            f'{", ".join(map(repr, twice))}. Give each group a different "name", or none.'
+            f'{", ".join(map(repr, twice))}. Set a different "name" for each group, or no names.'
         )
     return [f"{name}/{part}" for part in parts]

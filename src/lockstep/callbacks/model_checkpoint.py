@@ -199,7 +199,7 @@ class ModelCheckpoint(Checkpoint):
         if self.monitor is None and self.save_top_k not in (-1, 0, 1):
             refuse(
                 f"save_top_k={self.save_top_k}, monitor=None",
-                "several checkpoints need a metric to rank by. Pass `monitor`, or choose -1, 0 or 1",
+                "no quantity for top_k to track. Pass `monitor`, or choose a `save_top_k` of -1, 0 or 1",
             )
         for name in ("every_n_train_steps", "every_n_epochs"):
             if getattr(self, f"_{name}") < 0:
@@ -288,7 +288,7 @@ class ModelCheckpoint(Checkpoint):
         if self.save_on_exception and trainer.world_size > 1:
             warn_once(
                 "ModelCheckpoint(save_on_exception=True) is ignored with several processes, because a save needs all "
-                "of them, and one has failed. Unless the strategy shards the model, use OnExceptionCheckpoint."
+                "processes, and one has failed. Unless the strategy shards the model, use OnExceptionCheckpoint."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -654,8 +654,8 @@ class ModelCheckpoint(Checkpoint):
     def _report_missing_monitor(self, trainer: Trainer, metrics: dict[str, Tensor]) -> None:
         available = sorted(set(metrics) - {"epoch", "step"})
         message = (
-            f"ModelCheckpoint(monitor={self.monitor!r}): no metric with this name was logged; available are "
-            f"{available}. Log it with self.log({self.monitor!r}, value), or monitor another metric."
+            f"ModelCheckpoint(monitor={self.monitor!r}) could not find the monitored key in the returned metrics: "
+            f"{available}. Log the metric with `self.log({self.monitor!r}, value)`, or monitor another one."
         )
         # The name may be right nevertheless: it is an error only if nothing else explains why it is missing.
         lacks = trainer.fit_loop.lacks_metrics

@@ -165,7 +165,7 @@ def _rebuild_objects(cls: type, saved: dict[str, Any], recorded: object, given: 
             rank_zero_warn(
                 f"{cls.__name__}.load_from_checkpoint: {name!r} was saved with objects of "
                 f"{' and '.join(sorted(refused))}, and is loaded as plain values, because the argument's annotation "
-                f"names no imported class of that name. Annotate the argument of {cls.__name__}.__init__ with the "
+                f"names no imported class with such a name. Annotate the argument of {cls.__name__}.__init__ with the "
                 f"class, or pass the object: {cls.__name__}.load_from_checkpoint(path, {name}=...)."
             )
     return found
@@ -266,9 +266,10 @@ def init_arguments(
     lacking = [name for name in needed if name not in found]
     if lacking:
         raise MisconfigurationException(
-            f"{cls.__name__}.__init__ requires {', '.join(map(repr, lacking))}, but the checkpoint contains only the "
-            f"hyperparameters {sorted(map(str, found))}. Pass the missing argument: "
-            f"{cls.__name__}.load_from_checkpoint(path, {lacking[0]}=...)."
+            f"{cls.__name__}.__init__ requires {', '.join(map(repr, lacking))}, but the checkpoint's "
+            f"hyperparameters are {sorted(map(str, saved))}. Pass the missing argument: "
+            f"{cls.__name__}.load_from_checkpoint(path, {lacking[0]}=...). To store the arguments in later "
+            "checkpoints, call `self.save_hyperparameters()` in `__init__`."
         )
     return found
 

@@ -150,7 +150,7 @@ def load(
         with storage.reading(path) as file:
             return _load(file, name, map_location, weights_only)
     except FileNotFoundError as error:
-        raise FileNotFoundError(error.errno, f"there is no checkpoint {name!r}") from None
+        raise FileNotFoundError(error.errno, f"there is no checkpoint {name!r}. Check the path") from None
     except IsADirectoryError as error:
         raise IsADirectoryError(error.errno, f"the checkpoint {name!r} is a folder, not a file") from None
     except OSError as error:

@@ -280,7 +280,7 @@ def _nodes(text: str) -> tuple[int, int]:
     few, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 0 < few <= most:
         raise MisconfigurationException(
-            f"--nodes {text} is not a number of nodes. Give a number of at least 1, or MIN:MAX such as 1:4"
+            f"--nodes {text} is not a number of nodes. Pass a number of at least 1, or MIN:MAX such as 1:4"
         )
     return few, most
 
@@ -293,7 +293,7 @@ def _devices(text: str) -> int:
         return there or 1
     if not text.isdigit() or int(text) == 0:
         raise MisconfigurationException(
-            f"--devices {text} is not a number of ranks. Give a number of at least 1, or auto"
+            f"--devices {text} is not a number of ranks. Pass a number of at least 1, or auto"
         )
     return int(text)
 
@@ -308,12 +308,12 @@ def _rendezvous(options: argparse.Namespace, few: int, most: int) -> tuple[str |
     if (few, most) == (1, 1):
         if options.node_rank in (None, 0):
             return None, 0
-        raise MisconfigurationException(f"{', '.join(given)} is only for several nodes. Give their number with --nodes")
+        raise MisconfigurationException(f"{', '.join(given)} is only for several nodes. Pass their number with --nodes")
     address, port = options.master_addr, options.master_port
     if options.rdzv_endpoint is not None:
         if address is not None or port is not None:
             raise MisconfigurationException(
-                f"{', '.join(given)} contradict each other. Give --rdzv-endpoint, or --master-addr and --master-port"
+                f"{', '.join(given)} contradict each other. Pass --rdzv-endpoint, or --master-addr and --master-port"
             )
         host, _, number = options.rdzv_endpoint.rpartition(":")
         if not host:  # without a colon rpartition leaves the host in the last part
@@ -323,16 +323,16 @@ def _rendezvous(options: argparse.Namespace, few: int, most: int) -> tuple[str |
         address, port = host, int(number)
     if address is None:
         raise MisconfigurationException(
-            f"--nodes {options.nodes} needs --master-addr. Give an address of node 0 that all nodes can reach, and "
+            f"--nodes {options.nodes} needs --master-addr. Pass an address of node 0 that all nodes can reach, and "
             "--node-rank 0, 1, ... on each node"
         )
     if options.node_rank is not None and not 0 <= options.node_rank < most:
         raise MisconfigurationException(
-            f"--node-rank {options.node_rank} is out of range for --nodes {options.nodes}. Give 0 to {most - 1}"
+            f"--node-rank {options.node_rank} is out of range for --nodes {options.nodes}. Pass 0 to {most - 1}"
         )
     port = MASTER_PORT if port is None else port
     if not 0 < port < 65536:
-        raise MisconfigurationException(f"--master-port {port} is not a port. Give a number from 1 to 65535")
+        raise MisconfigurationException(f"--master-port {port} is not a port. Pass a number from 1 to 65535")
     return address, port
 
 

@@ -43,7 +43,7 @@ class World:
         if self.local_size > self.size or self.num_nodes > self.size:
             raise MisconfigurationException(
                 f"a world size of {self.size} is too small for {self.num_nodes} node(s) with {self.local_size} rank(s) "
-                "on this one"
+                "on this node"
             )
         if not 0 <= self.port <= 65535:
             raise MisconfigurationException(f"port {self.port} is invalid: choose a free one between 1024 and 65535")

@@ -303,8 +303,8 @@ def in_order(loader: Iterable[Any], name: str) -> Iterable[Any]:
     else:
         ordered = SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # it needs a length only
     rank_zero_warn(
-        f"Trainer(overfit_batches=...): {name} shuffles, but is read in order, so that all epochs have the same "
-        "batches."
+        f"Trainer(overfit_batches=...): {name} shuffles its samples, but overfit_batches reads them in order, so that "
+        "all epochs have the same batches."
     )
     if batches is None:
         return copy_loader(loader, sampler=ordered)

@@ -25,7 +25,7 @@ EMPTY, UNKNOWN, FAILED = 1.0, 2.0, 3.0
 _SHARED_OUT, _OWN = 1.0, 2.0
 
 TAKEN = (
-    "{name}: {kind} starts with a different sample on each rank, so lockstep takes it to be sharded over the ranks, "
+    "{name}: {kind} starts with a different sample on each rank, so lockstep treats it as sharded over the ranks, "
     "and each rank reads its own stream to the end. If the streams have the same samples in random order, every "
     "sample is seen {ranks} times: seed the order in `set_epoch(epoch)`, and lockstep splits the stream among the "
     "ranks."

@@ -232,7 +232,9 @@ class LoaderSource(ABC):
 
     def weights(self, number: int) -> Sequence[float]:
         """Return the number of samples that each rank draws for a micro-batch; 0 for a padding batch."""
-        raise NotImplementedError(f"{type(self).__name__} does not know the weights of batches before they are fetched")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot compute the weights of batches before they are fetched"
+        )
 
     def even_until(self, number: int) -> int:
         """Return the end of the consecutive micro-batches that have the same weights as micro-batch ``number``."""
@@ -681,7 +683,7 @@ class Measure:
         way_out = "pass `self.log(..., batch_size=samples)`"
         if self._training:
             way_out += ' and return {"loss": loss, "weight": samples}'
-        found = f" (shape {tuple(tensor.shape)})" if tensor is not None else ", as there is none"
+        found = f" (shape {tuple(tensor.shape)})" if tensor is not None else ", because the batch contains no tensor"
         rank_zero_info(
             f"{self.name} yields ready-made batches, so lockstep uses the length of the first tensor as the number of "
             f"samples: {size:g} in the first batch{found}. If that is wrong, {way_out}."

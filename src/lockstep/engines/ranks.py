@@ -438,7 +438,7 @@ def _checked_backend(strategy: str, backend: str | None) -> str | None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise MisconfigurationException(
-                f"{strategy}(process_group_backend={backend!r:.100}) is not known to torch. Use one of "
+                f"{strategy}(process_group_backend={backend!r:.100}): torch has no such backend. Use one of "
                 f"{', '.join(known)}.{hint}"
             )
     return names

@@ -149,6 +149,6 @@ def _named(strategy: object, spawns: bool) -> Strategy:
     near = difflib.get_close_matches(str(strategy), [*NAMES, *extensions.strategies()], n=1)
     hint = f' Did you mean "{near[0]}"?' if near else ""
     raise MisconfigurationException(
-        f'Trainer(strategy={strategy!r:.100}) is not a known strategy. Use "auto", "single_device", "ddp", '
+        f'Trainer(strategy={strategy!r:.100}) is not a known strategy. Use "auto", "single_device", "ddp", "fsdp", '
         f'"ddp_spawn", or an object of a lockstep Strategy class.{hint}'
     )

@@ -220,10 +220,10 @@ def plain_hyperparameters(hparams: Mapping[str, Any]) -> dict[str, Any]:
                 kept[name] = value
                 continue
             inside = "".join(f"[{key!r}]" for key in error.keys)
-            what = f"holds at {inside} {described(error.value)}" if inside else f"is {described(error.value)}"
+            what = f"contains, at {inside}, {described(error.value)}" if inside else f"is {described(error.value)}"
             raise MisconfigurationException(
-                f"save_hyperparameters(): the hyperparameter {name!r} {what}, which a checkpoint cannot store, because "
-                f"it contains no code. Omit it with save_hyperparameters(ignore=[{name!r}]) and pass it to "
+                f"save_hyperparameters(): the hyperparameter {name!r} {what}, which cannot be saved, because "
+                f"checkpoints contain no code. Omit it with save_hyperparameters(ignore=[{name!r}]) and pass it to "
                 f"load_from_checkpoint(path, {name}=...); or use a string that names it."
             ) from error
     return kept

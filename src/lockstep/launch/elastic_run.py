@@ -487,7 +487,9 @@ class InOrder(RendezvousHandler):
         twice = sorted({number for number in given if number and given.count(number) > 1})
         if twice:
             count = given.count(twice[0])
-            raise RendezvousStateError(f"--node-rank {twice[0]} is given on {count} nodes: give each its own number")
+            raise RendezvousStateError(
+                f"--node-rank {twice[0]} is used on {count} nodes: pass a different number on each"
+            )
         order = sorted(range(joined.world_size), key=lambda rank: (not given[rank], int(given[rank] or 0), rank))
         rank = order.index(joined.rank)
         place = RendezvousStoreInfo.build(rank, store, self._address)

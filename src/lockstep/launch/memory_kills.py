@@ -17,7 +17,9 @@ WINDOW = 10.0
 """Seconds that the end of a killed process may take, since its memory is freed first."""
 
 CERTAIN = ": the machine, or its container, ran out of memory"
-PERHAPS = ": perhaps the machine ran out of memory, since it killed a process for that at about the same time"
+PERHAPS = (
+    ": perhaps the machine ran out of memory: its kernel killed a process for lack of memory at about the same time"
+)
 
 
 class MemoryKills:

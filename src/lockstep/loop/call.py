@@ -342,8 +342,8 @@ def _check_fitted(session: Session) -> None:
     refuse_iterator(module.training_step, "training_step")
     if not loaders.defined("train"):
         raise MisconfigurationException(
-            f"trainer.fit({kind}): there is no training data: pass `train_dataloaders=` or `datamodule=`, or define "
-            "`train_dataloader` in the module."
+            f"trainer.fit({kind}): there is no training data: pass `train_dataloaders=`, or define "
+            "`train_dataloader` in the module or in the `datamodule`."
         )
     if loaders.defined("val") != _has(module, "validation_step"):
         there, lacking = ("a val_dataloader", "validation_step")
@@ -369,7 +369,8 @@ def _check_fitted(session: Session) -> None:
 def _check_loader(loaders: RunLoaders, fn: TrainerFn, stage: str) -> None:
     if not loaders.defined(stage):
         raise MisconfigurationException(
-            f"trainer.{fn}(): there is no data: pass `dataloaders=` or `datamodule=`, or define `{stage}_dataloader`."
+            f"trainer.{fn}(): there is no data: pass `dataloaders=`, or define `{stage}_dataloader` in the module or "
+            "in the `datamodule`."
         )
 
 

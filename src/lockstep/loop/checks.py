@@ -80,7 +80,7 @@ def check_removed_hooks(module: LightningModule, fn: TrainerFn) -> None:
             raise MisconfigurationException(
                 f"{kind} overrides configure_model and configure_sharded_model, its old name: keep configure_model."
             )
-        rank_zero_deprecation(f"{kind}.configure_sharded_model: rename it to configure_model, its name of today.")
+        rank_zero_deprecation(f"{kind}.configure_sharded_model: rename it to configure_model, its current name.")
 
 
 def _defined_names(owner: object) -> Iterator[str]:

@@ -177,8 +177,8 @@ class EvaluationLoop:
                 numbers.append(key)
         if numbers and not self.session.hooks.owners((end,)):
             warn_once(
-                f"`{step}` returned {numbers}, and nothing was logged: only `{end}` receives what it returns. Call "
-                f"`self.log({numbers[0]!r}, value)` in it.",
+                f"`{step}` returned {numbers}, but nothing was logged: returned values are only passed to `{end}`. "
+                f"Call `self.log({numbers[0]!r}, value)` in `{step}`.",
                 key=f"{step} returned values",
             )
 

@@ -340,12 +340,12 @@ class FiniteWatch:
         progress = session.fit.progress
         at = f"step {progress.global_step} (epoch {progress.epoch})"
         if not broken:
-            return f"The gradient of {at} is not finite, though every loss was."
+            return f"The gradient of {at} is not finite, although every loss was finite."
         on_rank = f" on rank {min(broken.values())}" if several else ""
-        return f"Not finite at {at}{on_rank}, though every loss was: {_listed([*broken])}."
+        return f"Not finite at {at}{on_rank}, although every loss was finite: {_listed([*broken])}."
 
     def _ending(self, first: NonFiniteNumber | None, broken: dict[str, int]) -> str:
-        saved = "There is no checkpoint."
+        saved = "No checkpoint was saved."
         if self.newest_checkpoint is not None:
             saved = f"The newest healthy checkpoint is {self.newest_checkpoint}."
         return (

@@ -251,7 +251,7 @@ class FitLoop(FitNames):
         if self._epochs_by_default and (config.max_epochs, config.max_steps, config.max_time) == (1000, -1, None):
             steps = self.estimated_steps()
             rank_zero_warn(
-                "Trainer(max_epochs) is not set: this fit ends after 1000 epochs"
+                "`max_epochs` was not set: this fit ends after 1000 epochs"
                 + (f", at step {steps}" if math.isfinite(steps) else "")
                 + "; set max_epochs, or max_epochs=-1 for no limit."
             )
@@ -263,8 +263,8 @@ class FitLoop(FitNames):
         reason = self.ending.between_epochs() if session.fit.resume.entry is not None else None
         if reason is not None and session.interruption is None:
             rank_zero_warn(
-                f"fit(ckpt_path={str(ckpt_path)!r}): there is nothing left to train after step {progress.global_step} "
-                f"and {progress.epoch} epochs: {reason}; raise that limit to continue."
+                f"trainer.fit(ckpt_path={str(ckpt_path)!r}): there is nothing left to train after step "
+                f"{progress.global_step} and {progress.epoch} epochs: {reason}; raise that limit to continue."
             )
 
     def _warn_of_eval_mode(self) -> None:
@@ -352,8 +352,9 @@ class FitLoop(FitNames):
         fit.resume.batches.prepare(feed, config, fit.progress.epoch)
         if session.loggers and not config.fast_dev_run and batches < config.log_every_n_steps:
             rank_zero_warn(
-                f"An epoch has {batches} training batches, fewer than Trainer(log_every_n_steps="
-                f"{config.log_every_n_steps}): set a lower log_every_n_steps to log values of single steps."
+                f"The number of training batches ({batches}) is smaller than the logging interval "
+                f"Trainer(log_every_n_steps={config.log_every_n_steps}): set a lower log_every_n_steps to log values "
+                "of single steps."
             )
 
     def _request_loaders(self, stage: str) -> Any:

@@ -36,15 +36,17 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 NEW_METRIC = (
-    "self.log({name!r}, <{metric}>) in `{hook}` got another object than before, so the epoch's value would be that of "
-    "the last object alone. Create the metric once, as an attribute of the module; or log numbers, which are averaged "
-    "over the epoch."
+    "self.log({name!r}, <{metric}>) in `{hook}` received a different object than before, so the epoch's value would be "
+    "that of the last object alone. Create the metric once, as an attribute of the module; or log numbers, which are "
+    "averaged over the epoch."
 )
 NOT_SAVED = (
     "self.log({name!r}, <{metric}>): the metric is not an attribute of the module (it may be in a list), so this "
-    "checkpoint does not hold its state of the epoch: make it an attribute, or put it into a `torch.nn.ModuleList`."
+    "checkpoint does not contain its state of the epoch: make it an attribute, or put it into a `torch.nn.ModuleList`."
 )
 _PLACES = {hook: place for place, hook in enumerate(LOGGING)}
+_COMPARED = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "add_dataloader_idx", "rank_zero_only")
+"""Names of the options that `Entry.normal` returns, in its order."""
 
 LogSnapshot = dict[Key, tuple[Any, ...]]
 """Snapshots of all entries, by key."""
@@ -205,9 +207,13 @@ class LogCollector:
         known = self.table.setdefault(name, entry)
         if known is not entry:
             if known.normal() != entry.normal():
+                pairs = zip(_COMPARED, known.normal(), entry.normal(), strict=True)
+                changed = [
+                    f"{option}={first!r}, then {option}={last!r}" for option, first, last in pairs if first != last
+                ]
                 raise MisconfigurationException(
-                    f"self.log({name!r}, ...) was called twice in `{self.hook[0]}` with different arguments: "
-                    f"{known.normal()} and {entry.normal()}. Pass the same arguments, or use another name."
+                    f"self.log({name!r}, ...) was called twice in `{self.hook[0]}` with different arguments "
+                    f"({'; '.join(changed)}). Pass the same arguments, or use another name."
                 )
             known.options = options
             known.each_step |= entry.each_step

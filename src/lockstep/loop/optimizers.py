@@ -151,15 +151,18 @@ def parse(
             several optimizers under automatic optimization.
     """
     if returned is None:
-        rank_zero_warn("`configure_optimizers` returned None: this run updates no parameters.")
+        rank_zero_warn(
+            "`configure_optimizers` returned None: this fit will run with no optimizer, and updates no parameters. If "
+            "this is not intended, return the optimizer."
+        )
         return [NoOptimizer()], []
     optimizers, schedulers = _unpack(returned)
     if automatic and len(optimizers) > 1:
         raise MisconfigurationException(
-            f"`configure_optimizers` returned {len(optimizers)} optimizers, but automatic optimization steps one: "
-            "return `lockstep.CombinedOptimizer(a, b)`, which steps both, or set "
-            "`self.automatic_optimization = False` in the module and step them in `training_step` "
-            "(`a, b = self.optimizers()`)."
+            f"Training with multiple optimizers ({len(optimizers)} here) is only supported with manual optimization: "
+            "set `self.automatic_optimization = False` in the module, and step them in `training_step` "
+            "(`a, b = self.optimizers()`). To step all of them after one backward, return a single "
+            "`lockstep.CombinedOptimizer(a, b)` from `configure_optimizers`."
         )
     configs = [_scheduler_config(scheduler, automatic) for scheduler in schedulers]
     for config in configs:
@@ -298,8 +301,8 @@ def refuse_loss(loss: Tensor, who: str, error: RuntimeError) -> None:
     """
     if not loss.requires_grad:
         raise MisconfigurationException(
-            f"{who} a loss that does not require gradients: it was detached (`.detach()`, `.item()`, `no_grad`), or it "
-            "depends on no parameter that requires gradients."
+            f"{who} a loss that does not require gradients: it was detached (`.detach()`, `.item()`, `no_grad`), or no "
+            "parameter with requires_grad=True contributes to it. Compute the loss from the module's outputs."
         ) from error
     if loss.numel() != 1:
         raise MisconfigurationException(

@@ -78,12 +78,14 @@ class Schedulers:
                 self._step(config, metric)
             elif config.strict:
                 message = (
-                    f"The lr scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, which was not "
-                    f"logged; logged are {sorted(metrics)}. "
+                    f"The lr scheduler {type(config.scheduler).__name__} is conditioned on metric {config.monitor!r}, "
+                    f"which is not available. Available metrics are: {sorted(metrics)}. "
                 )
                 why = session.lacks_metrics
                 if why is None:
-                    raise MisconfigurationException(f"{message}Log it, or set strict=False in the scheduler's dict.")
+                    raise MisconfigurationException(
+                        f"{message}Log the metric, or set strict=False in the scheduler's dict."
+                    )
                 rank_zero_warn(f"{message}{why}, so the scheduler is not stepped.")
             else:
                 warn_once(

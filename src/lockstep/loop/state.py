@@ -383,8 +383,8 @@ def _last(session: Session) -> str | None:
             if is_claimed_elsewhere(folder, PATIENCE):
                 raise MisconfigurationException(
                     f'trainer.fit(ckpt_path="last"): another process is saving its run in {folder} now, so the last '
-                    "checkpoint there is not this run's: wait for that process to end, give the path of a checkpoint, "
-                    "or give ModelCheckpoint another `dirpath`."
+                    "checkpoint there does not belong to this run: wait for that process to end, pass the path of a "
+                    "checkpoint, or pass a different `dirpath` to ModelCheckpoint."
                 )
         if len(existing) > 1:
             from lockstep.checkpoint.sharded import global_step  # only a choice needs it

@@ -100,8 +100,8 @@ def _first_difference(
         there, here = getattr(saved[name], "shape", None), wholes.get(name, getattr(value, "shape", None))
         of_old = certain and (there, here) == ((1,), ())  # old versions of torch saved a scalar as a vector
         if there != here and not of_old:
-            shapes = f"{tuple(there or ())} in the checkpoint and {tuple(here or ())} here"
-            return f"{name!r} has the shape {shapes}; create the module with the arguments of the saved one"
+            shapes = f"the shape is {tuple(there or ())} in the checkpoint, and {tuple(here or ())} in this module"
+            return f"size mismatch for {name!r}: {shapes}; create the module with the arguments of the saved one"
     extra = [name for name in saved if name not in own] if strict else []
     return f"the module has no {extra[0]!r}; {way_out}" if extra else None
 

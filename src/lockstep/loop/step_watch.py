@@ -18,7 +18,8 @@ from lockstep.loop.session import Session
 UNSEEN = (
     "{kind}: `automatic_optimization = False`, and in this epoch no optimizer that `configure_optimizers` returned "
     "was stepped: `trainer.global_step` stays {step}, `max_steps` does not end the fit, and ModelCheckpoint has "
-    "nothing new to save. Return the optimizers that `training_step` steps from `configure_optimizers`."
+    "nothing new to save. Call `optimizer.step()` in `training_step`, and return the optimizer from "
+    "`configure_optimizers`."
 )
 
 

@@ -85,14 +85,15 @@ def _interval(config: RunConfig, batches: int | float) -> int | float | None:
     if isinstance(interval, int):
         if interval > batches > 0 and config.check_val_every_n_epoch is not None and config.limit_val_batches:
             raise MisconfigurationException(
-                f"Trainer(val_check_interval={interval}): an epoch has {batches} training batches, so validation "
-                "would never run; give a smaller number, or check_val_every_n_epoch=None to count across epochs."
+                f"`val_check_interval` ({interval}) must be less than or equal to the number of the training batches "
+                f"({batches}), or validation would never run. Pass a smaller number, or check_val_every_n_epoch=None "
+                "to count batches across epochs."
             )
         return interval
     if batches == math.inf:
         if interval != 1.0:
             raise MisconfigurationException(
-                f"Trainer(val_check_interval={interval}) is a fraction of an epoch whose length is not known: give "
+                f"Trainer(val_check_interval={interval}) is a fraction of an epoch whose length is not known: pass "
                 "an int (training batches), a time, or 1.0 for the epoch's end."
             )
         return math.inf

@@ -53,7 +53,7 @@ WELCOME = b"\n"
 TAKEN = b"!"
 """Message from the hub to a node whose number another node has."""
 
-ONE_NUMBER_EACH = "the run continues with that node. Give each node its own number (NODE_RANK, --node-rank)"
+ONE_NUMBER_EACH = "the run continues with that node. Set a different number on each node (NODE_RANK, --node-rank)"
 """Advice about two nodes with the same number."""
 
 _UNREACHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)

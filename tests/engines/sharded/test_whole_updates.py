@@ -343,7 +343,7 @@ def _refused(made: type[Net], strategy: Any) -> str:
 
 def test_an_unknown_optimizer_of_such_a_name_is_refused_until_it_is_declared(ranks: RankPool) -> None:
     for said in ranks(2).run(_refused, LikeMuon, FSDPStrategy):
-        assert "FSDPStrategy does not know this class Muon" in said
+        assert "FSDPStrategy does not recognize this class Muon" in said
         assert "lockstep.parameter_wise(whole=True)" in said
 
 

@@ -190,7 +190,7 @@ def normed(sync_batchnorm: bool) -> list[str]:
 
 def test_batch_norm_without_synchronization_is_warned_of_once(ranks: RankPool) -> None:
     (warning,), others = ranks(2).run(normed, False)
-    assert "BatchNorm1d 'net.1' takes its statistics over one rank's samples" in warning
+    assert "BatchNorm1d 'net.1' computes its statistics over one rank's samples" in warning
     assert "sync_batchnorm=True" in warning
     assert others == []
     assert ranks(2).run(normed, True) == [[], []]

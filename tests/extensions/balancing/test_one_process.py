@@ -130,9 +130,9 @@ class OneForTwo(Chained):
 
 SPLIT_WRONG: dict[Any, str] = {
     **of_ranks.UNSPLIT,
-    of_ranks.Ignores: "gives net.3.value a different gradient",
-    of_ranks.LossWithoutChain: "gives the parameter of shape .* outside of the chain a different gradient",
-    OneForTwo: r"torch gives net.3.* a gradient that shares memory with another one",
+    of_ranks.Ignores: "computes a different gradient for net.3.value",
+    of_ranks.LossWithoutChain: "computes a different gradient for the parameter of shape .* outside of the chain",
+    OneForTwo: r"torch computes a gradient for net.3.* that shares memory with another gradient",
     Watched: "net.3.inner.bias has a hook on its accumulated gradient",
 }
 
@@ -498,9 +498,9 @@ def test_a_failed_fit_leaves_the_module_whole() -> None:
     ("options", "flags", "text"),
     [
         ({"stages": 2}, {"devices": 4}, r"stages=2, one_process=True\): .* of its 4 devices, without replicas: omit"),
-        ({}, {"devices": 1}, "this run has one: give devices=2 or more"),
-        ({}, {"devices": 2, "num_nodes": 2}, r"this run has 2 ranks on 2 node\(s\): give num_nodes=1"),
-        ({"one_process": 1}, {}, r"one_process=1\): give True or False"),
+        ({}, {"devices": 1}, "this run has one: pass devices=2 or more"),
+        ({}, {"devices": 2, "num_nodes": 2}, r"this run has 2 ranks on 2 node\(s\): pass num_nodes=1"),
+        ({"one_process": 1}, {}, r"one_process=1\): pass True or False"),
     ],
 )
 def test_what_one_process_cannot_do_is_refused(
@@ -516,7 +516,7 @@ def test_what_one_process_cannot_do_is_refused(
 @pytest.mark.parametrize(
     ("module", "split", "text"),
     [
-        (Tied, [3, 2], "'layers.4.weight' are the same tensor, .* but would be on cpu:1 and on cpu. Give"),
+        (Tied, [3, 2], "'layers.4.weight' are the same tensor, .* but would be on cpu:1 and on cpu. Pass"),
         (of_ranks.TiedEnd, [2, 3], "'layers.0.weight' and 'layers.4.weight' are the same tensor"),
         (Tied, "measured", "would be on cpu:1 and on cpu"),
     ],
@@ -545,7 +545,7 @@ def test_a_parameter_that_stays_on_one_device_is_shared_there() -> None:
             with pytest.raises(MisconfigurationException, match=r"'layers.0.weight' and 'layers.1.weight'.* cpu:1 and"):
                 trainer.strategy.resplit([1, 4])
             assert trainer.strategy.split == (3, 2)
-            with pytest.raises(MisconfigurationException, match=r"split=\[5, 0\]\): give .* above 0, whose sum is 5"):
+            with pytest.raises(MisconfigurationException, match=r"split=\[5, 0\]\): pass .* above 0, whose sum is 5"):
                 trainer.strategy.resplit([5, 0])
 
     with MadeUpDevices().there():

@@ -245,9 +245,9 @@ def test_arguments_that_cannot_be_are_named(tmp_path: Path) -> None:
         ({"stge": 2}, r"stge=2.*has no argument .*Did you mean stage\?"),
         ({"config": str(tmp_path / "none.json")}, r"none.json.*cannot be read"),
         ({"config": str(tmp_path / "no.json")}, r"no.json.*is not JSON"),
-        ({"config": [1]}, "give a dict"),
+        ({"config": [1]}, "pass a dict"),
         ({"stage": 3, "config": {"zero_optimization": {"stage": 2}}}, r'stage=3.*"zero_optimization": {"stage": 2}'),
-        ({"reduce_bucket_size": 2.5}, "give an integer"),
+        ({"reduce_bucket_size": 2.5}, "pass an integer"),
         ({"offload_optimizer_device": "disk", "offload_optimizer": True}, r'choose "cpu" or "nvme"'),
         ({"zero_optimization": False}, r'strategy="ddp"'),
     ]

@@ -249,7 +249,9 @@ DAMAGES: list[tuple[str, Any]] = [
 def test_a_damaged_folder_of_the_engines_is_named(ranks: RankPool, tmp_path: Path) -> None:
     (said,) = ranks(1).run(damaged, str(tmp_path), timeout=200)
     for text, words in zip(
-        said, ("lacks the file", "has changed since it was written", "index.json", "Resume it in a fit"), strict=True
+        said,
+        ("lacks the file", "has changed since it was written", "index.json", "Resume from the checkpoint with"),
+        strict=True,
     ):
         assert words in text
 

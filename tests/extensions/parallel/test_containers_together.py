@@ -353,7 +353,7 @@ def test_an_argument_that_is_wrong_on_one_rank_is_named_on_every_rank(ranks: Ran
     assert "bucket_cap_mb=-1" in first[0]
     assert "device_ids='some'" in first[1]
     assert "TypeError" in first[2]
-    assert "module='a net': give a torch.nn.Module" in first[3]
+    assert "module='a net': pass a torch.nn.Module" in first[3]
 
 
 def _within(theirs: bool) -> str:

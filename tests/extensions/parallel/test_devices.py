@@ -116,7 +116,7 @@ def test_devices_are_said_as_in_torch_and_wrong_ones_refused(ranks: RankPool) ->
     (said,) = ranks(1).run(_attributes)
     assert said[0].startswith("device_ids=[0]: the module is on cpu, but the first device is cuda:0")
     assert said[1].startswith("output_device='cpu' without device_ids")
-    assert said[2].startswith("device_ids='cpu': give a list of devices")
+    assert said[2].startswith("device_ids='cpu': pass a list of devices")
     assert "the first device is meta" in said[3]
 
 

@@ -78,7 +78,7 @@ SAMPLERS: dict[str, tuple[Changes, str]] = {
     ),
     "a stream that no rank takes a share of": (
         ((SHARED_OUT, ITERABLE), (SET_EPOCH, "")),
-        "the IterableDataset Squares gives each of 2 ranks the same samples",
+        "the IterableDataset Squares yields the same samples on each of 2 ranks",
     ),
     "slices of the data that overlap after the last step": (
         ((SHARED_OUT, SLICES), (SET_EPOCH, "")),

@@ -119,7 +119,7 @@ def fit_plan(
     for bucket in plan:
         for name in bucket:
             if name in seen:
-                raise ValueError(f"plan contains parameter {name!r} twice")
+                raise ValueError(f"plan contains parameter {name!r} twice. Remove one of the two")
             if name not in by_name and name not in may_lack:
                 raise ValueError(
                     f"the model has no parameter {name!r}, which plan contains. Use a plan from the same model, "
@@ -129,7 +129,9 @@ def fit_plan(
         trained = [name for name in bucket if name in by_name]
         kinds = {(by_name[name].dtype, by_name[name].device) for name in trained}
         if len(kinds) > 1:
-            raise ValueError(f"plan puts {trained} in one bucket, but they have several dtypes or devices")
+            raise ValueError(
+                f"plan puts {trained} in one bucket, but they have several dtypes or devices. Split the bucket"
+            )
         if trained:
             fitted.append(trained)
     rest = [parameter for parameter in parameters if parameter.name not in seen]

@@ -203,8 +203,8 @@ class ModelParallelStrategy(FSDPStrategy):
             raise MisconfigurationException(NO_PLAN.format(module=type(module).__name__))
         if self.precision.name == "fp8-mixed":
             raise MisconfigurationException(
-                "ModelParallelStrategy does not support precision='fp8-mixed', because torchao's float8 layers need "
-                "plans of torchao's own to be split. Use precision='bf16-mixed', or strategy=\"fsdp\"."
+                "ModelParallelStrategy does not support precision='fp8-mixed', because torchao's float8 layers "
+                "can only be split with torchao's own plans. Use precision='bf16-mixed', or strategy=\"fsdp\"."
             )
         self._refuse_parts(module, "fsdp")
         self.precision.convert_module(module)

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from lockstep.engines.sharded.sharded_init import ShardedInit
 
 LATE = (
-    "rank {rank}: parameter {name!r} was added after the module was sharded, so each rank would train a separate one. "
-    "Create it in `__init__` or in `configure_model`"
+    "rank {rank}: parameter {name!r} was added after the module was sharded, so each rank would train its own copy. "
+    "Create the parameter in `__init__` or in `configure_model`"
 )
 STRANGE = (
     "{optimizer} has a parameter of shape {shape} that the module does not have. Create the optimizer in "
-    "`configure_optimizers` from self.parameters(), since {engine} replaces the module's parameters by parts. If the "
+    "`configure_optimizers` from self.parameters(), since {engine} replaces the module's parameters by shards. If the "
     "parameter is in a plain list, make it an attribute of the module."
 )
 ALL_AT_ONCE = (
@@ -44,8 +44,8 @@ ALL_AT_ONCE = (
     'an elementwise optimizer (SGD, Adam, AdamW), or strategy="ddp".'
 )
 UNKNOWN = (
-    "{strategy} does not know this class {optimizer}. Optimizers with this name mix a parameter's elements, but "
-    "parameters are sharded. If its update of a parameter depends on that parameter alone, decorate it with "
+    "{strategy} does not recognize this class {optimizer}. Optimizers with this name mix a parameter's elements, but "
+    "parameters are sharded. If the class updates each parameter independently of the others, decorate it with "
     '`@lockstep.parameter_wise(whole=True)`. Otherwise use torch\'s class, or strategy="ddp".'
 )
 LAID_END_TO_END = (

@@ -69,7 +69,7 @@ def plan(words: Sequence[str]) -> int:
     check_script("lockstep plan", None, script)
     if given.save is not None:
         if not given.save.endswith((".yaml", ".yml")):
-            raise MisconfigurationException(f"--save {given.save}: give a name that ends with .yaml")
+            raise MisconfigurationException(f"--save {given.save}: pass a name that ends with .yaml")
         _check_file("--save", given.save)
     # files are checked before the work, which takes a while
     if given.csv is not None:
@@ -204,11 +204,11 @@ def _check_file(option: str, path: str) -> None:
     """
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path):
-        why = "it is a folder: give the name of a file"
+        why = "it is a folder: pass the name of a file"
     elif not os.path.isdir(folder):
-        why = f"there is no folder {folder!r}: create it, or give another name"
+        why = f"there is no folder {folder!r}: create it, or pass another name"
     elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        why = "it cannot be written there: give another name"
+        why = "it cannot be written there: pass another name"
     else:
         return
     raise MisconfigurationException(f"{option} {path}: {why}")

@@ -127,5 +127,5 @@ class StageTimeline(Callback):
             return open(self.path, mode, newline="")
         except OSError as error:
             raise MisconfigurationException(
-                f"StageTimeline({self.path!r}): the file cannot be written ({error}). Give another path."
+                f"StageTimeline({self.path!r}): the file cannot be written ({error}). Pass another path."
             ) from error

@@ -126,16 +126,16 @@ def read(given: str | os.PathLike[str] | Mapping[str, Any] | None) -> Config:
             source = json.loads(path.read_text())
         except OSError as error:
             raise MisconfigurationException(
-                f"DeepSpeedStrategy(config={str(given)!r}): the file cannot be read ({error.strerror}). Give the path "
+                f"DeepSpeedStrategy(config={str(given)!r}): the file cannot be read ({error.strerror}). Pass the path "
                 f"of a JSON file, relative to {os.getcwd()!r}, or a dict."
             ) from None
         except ValueError as error:
             raise MisconfigurationException(
-                f"DeepSpeedStrategy(config={str(given)!r}): the file is not JSON ({error}). Correct it, or give a dict."
+                f"DeepSpeedStrategy(config={str(given)!r}): the file is not JSON ({error}). Correct it, or pass a dict."
             ) from None
     if not isinstance(source, Mapping):
         raise MisconfigurationException(
-            f"DeepSpeedStrategy(config={given!r:.100}): give a dict, or a JSON file that contains one."
+            f"DeepSpeedStrategy(config={given!r:.100}): pass a dict, or a JSON file that contains one."
         )
     return {key: _plain(value, (key,)) for key, value in source.items()}
 
@@ -145,7 +145,7 @@ def _plain(value: Any, path: tuple[str, ...]) -> Any:
         return {key: _plain(item, (*path, key)) for key, item in value.items()}
     if isinstance(value, float) and path[-1].endswith(WHOLE):
         if not value.is_integer():
-            raise refuse(format_setting(path, value), "give an integer")
+            raise refuse(format_setting(path, value), "pass an integer")
         return int(value)
     return value
 
@@ -225,7 +225,7 @@ def _put(config: Config, path: tuple[str, ...], value: Any, argument: str) -> No
         inner = inner.setdefault(name, {})
     if last in inner and inner[last] != value:
         raise MisconfigurationException(
-            f"DeepSpeedStrategy({argument}, config=...): the config has {format_setting(path, inner[last])}. Give one "
+            f"DeepSpeedStrategy({argument}, config=...): the config has {format_setting(path, inner[last])}. Pass one "
             "of them, or the same value in both."
         )
     inner[last] = value
@@ -242,7 +242,7 @@ def _offload(config: Config, what: str, arguments: Mapping[str, Any], details: M
     on = arguments.get(flag)
     if on is False and there.get("device", "none") != "none":
         raise MisconfigurationException(
-            f"DeepSpeedStrategy({flag}=False, config=...): the config has {format_setting((ZERO, name), there)}. Give "
+            f"DeepSpeedStrategy({flag}=False, config=...): the config has {format_setting((ZERO, name), there)}. Pass "
             "one of them, or the same value in both."
         )
     if on:
@@ -346,7 +346,7 @@ def set_clipping(config: Config, value: float | None, algorithm: str | None) -> 
     if value is not None and norm not in ("auto", 0.0, 0, value):
         raise refuse(
             format_setting(("gradient_clipping",), norm),
-            f"Trainer(gradient_clip_val={value!r}) differs. Give one of them, or the same value in both",
+            f"Trainer(gradient_clip_val={value!r}) differs. Pass one of them, or the same value in both",
         )
     if value is not None and algorithm == "value":
         raise MisconfigurationException(
@@ -415,7 +415,7 @@ def check_optimizer(config: Config, optimizer: object) -> None:
         if value != "auto" and key in own and _as_list(value) != _as_list(own[key]):
             raise refuse(
                 format_setting(("optimizer", "params", key), value),
-                f"`configure_optimizers` returns {name}({key}={own[key]!r}). Give the same value in both, or remove "
+                f"`configure_optimizers` returns {name}({key}={own[key]!r}). Pass the same value in both, or remove "
                 "the setting from the config",
             )
 

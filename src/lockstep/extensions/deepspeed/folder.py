@@ -300,8 +300,8 @@ def write(checkpoint: Mapping[str, Any], folder: Path) -> None:
     if names is None or not checkpoint.get("optimizer_states"):
         raise MisconfigurationException(
             "The checkpoint cannot be converted to DeepSpeed's format: it lacks an optimizer's states or the names of "
-            "its parameters, which only DeepSpeedStrategy saves. Resume it in a fit with "
-            'strategy="deepspeed", and save it there.'
+            "its parameters, which only DeepSpeedStrategy saves. Resume from the checkpoint with "
+            'strategy="deepspeed", and save a new one in that fit.'
         )
     if not package.is_installed():
         raise missing_extra("deepspeed", "deepspeed", "writing DeepSpeed's own files")

@@ -397,8 +397,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         kind = type(module).__name__
         if not module.automatic_optimization:
             raise MisconfigurationException(
-                f"{kind} has automatic_optimization=False, and DeepSpeed's engine must know which backward is the last "
-                'before a step. Use automatic optimization, or strategy="fsdp".'
+                f"{kind} has automatic_optimization=False, so DeepSpeed's engine cannot detect which backward is the "
+                'last before a step. Use automatic optimization, or strategy="fsdp".'
             )
         if len(optimizers) != 1 or isinstance(optimizers[0], CombinedOptimizer):
             what = "a CombinedOptimizer" if len(optimizers) == 1 else f"{len(optimizers)} optimizers"

@@ -215,8 +215,8 @@ class WeightAveraging(Callback):
             return
         if "current_model_state" not in checkpoint:
             rank_zero_warn(
-                "WeightAveraging: the checkpoint was written without the callback, so averaging restarts from its "
-                "weights."
+                "WeightAveraging: the checkpoint was written without the callback, so averaging restarts from the "
+                "weights in the checkpoint."
             )
             return
         # Copied, because a sharded engine reads a checkpoint into the model's memory, which the load below overwrites.

@@ -96,7 +96,7 @@ class ParameterAverager:
         name = type(averager).__name__
         if name not in _AVERAGERS or not type(averager).__module__.startswith(_TORCH_AVERAGERS):
             raise MisconfigurationException(
-                f"ParameterAverager(period={averager!r}): give a number of steps, a mapping of numbers of steps to "
+                f"ParameterAverager(period={averager!r}): pass a number of steps, a mapping of numbers of steps to "
                 f"numbers of ranks, or torch's {' or '.join(_AVERAGERS)}"
             )
         self._torchs = averager
@@ -153,7 +153,7 @@ def _check_periods(periods: Mapping[int, int], start: int, world: int) -> None:
     shown = f"ParameterAverager(period={dict(periods)}, start={start!r})"
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in [*periods, start])
     if not periods or not whole or min(periods) < 1 or start < 0:
-        raise MisconfigurationException(f"{shown}: give periods of at least 1 step, and a start of at least 0")
+        raise MisconfigurationException(f"{shown}: pass periods of at least 1 step, and a start of at least 0")
     sizes = [size for _, size in sorted(periods.items())]
     if sizes != sorted(sizes) or sizes[-1] != world or any(size < 1 or world % size for size in sizes):
         raise MisconfigurationException(
@@ -285,7 +285,7 @@ class OuterOptimizer:
         whole = isinstance(period, int) and isinstance(start, int) and not isinstance(period, bool)
         if not whole or period < 1 or start < 0:
             raise MisconfigurationException(
-                f"OuterOptimizer(period={period!r}, start={start!r}): give a period of at least 1 step, and a start of "
+                f"OuterOptimizer(period={period!r}, start={start!r}): pass a period of at least 1 step, and a start of "
                 "at least 0"
             )
         if compression not in _SENT_IN:

@@ -83,9 +83,10 @@ def step_all(parameters: Iterable[Parameter]) -> None:
 
 SKIPPED = (
     "rank {rank}: an optimizer steps, but no backward has reached the outputs of the last forward in training mode. "
-    "Other ranks may wait for this rank, so it takes part now with zero gradients; clipping and unscaling before "
-    "the step did not include other ranks' gradients. Call skip_backward() instead of the backward, or let the loss "
-    "depend on the outputs (loss + 0 * outputs.sum()). Run forwards without a backward under torch.no_grad()"
+    "Other ranks may wait for this rank, so this rank now joins their reduction with zero gradients; clipping and "
+    "unscaling before the step did not include other ranks' gradients. Call skip_backward() instead of the backward, "
+    "or let the loss depend on the outputs (loss + 0 * outputs.sum()). Run forwards without a backward under "
+    "torch.no_grad()"
 )
 DEPTH = 3
 """Depth of the search for tensors in attributes of objects that are not collections."""

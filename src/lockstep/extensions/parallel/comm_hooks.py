@@ -179,7 +179,7 @@ class HookedLocalSteps:
             if type(optimizer).__module__.startswith("torch.distributed"):
                 raise MisconfigurationException(
                     f"DDPStrategy(model_averaging_period={period}) with {type(optimizer).__name__}: this optimizer "
-                    "averages or shards over the ranks itself. Return the optimizer inside it from "
+                    "averages or shards over the ranks itself. Return the optimizer that it wraps from "
                     "`configure_optimizers`."
                 )
         self._state, self._module, self._reducer = state, module, reducer
@@ -303,7 +303,7 @@ class CommunicationHook(AttachableHook):
                 if value is not None:
                     shown = name_of(value) if callable(value) else type(value).__qualname__
                     raise MisconfigurationException(
-                        f"DDPStrategy({name}={shown}) without ddp_comm_hook has no effect. Give both arguments."
+                        f"DDPStrategy({name}={shown}) without ddp_comm_hook has no effect. Pass both arguments."
                     )
         elif not callable(hook):
             raise MisconfigurationException(
@@ -318,18 +318,18 @@ class CommunicationHook(AttachableHook):
             raise MisconfigurationException(
                 f"DDPStrategy(ddp_comm_state={type(state).__qualname__}(...)) without model_averaging_period: from "
                 f"round {getattr(state, POST_LOCAL)} on each node trains its own parameters, which would never be "
-                "averaged. Give the number of steps between averages, for example model_averaging_period=4."
+                "averaged. Pass the number of steps between averages, for example model_averaging_period=4."
             )
         is_steps = isinstance(period, int) and not isinstance(period, bool) and period > 0
         if not is_steps and period is not None and not isinstance(period, Mapping):
             raise MisconfigurationException(
-                f"DDPStrategy(model_averaging_period={period!r}): give a number of steps above 0, or a mapping of "
+                f"DDPStrategy(model_averaging_period={period!r}): pass a number of steps above 0, or a mapping of "
                 "numbers of steps to numbers of ranks."
             )
         needs = "PostLocalSGDState(...) as ddp_comm_state and post_local_sgd as ddp_comm_hook"
         if not self.is_local and outer is not None:
             raise MisconfigurationException(
-                f"DDPStrategy(outer_optimizer={dict(outer)}) works only with local steps. Give {needs} as well."
+                f"DDPStrategy(outer_optimizer={dict(outer)}) works only with local steps. Pass {needs} as well."
             )
         if not self.is_local and period is not None:
             rank_zero_warn(
@@ -446,7 +446,7 @@ def _wrap(hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> Any:
         return wrapper(hook)
     except TypeError as error:
         raise MisconfigurationException(
-            f"DDPStrategy(ddp_comm_wrapper={name_of(wrapper)}) failed ({error}). Give a function that takes a hook and "
+            f"DDPStrategy(ddp_comm_wrapper={name_of(wrapper)}) failed ({error}). Pass a function that takes a hook and "
             "returns another one, for example fp16_wrapper."
         ) from None
 
@@ -463,7 +463,7 @@ def _check_outer(outer: object) -> dict[str, Any] | None:
     names = [name for name, one in named if one.kind is inspect.Parameter.KEYWORD_ONLY and name != "buffers"]
     if not isinstance(outer, Mapping) or not set(outer) <= set(names):
         raise MisconfigurationException(
-            f"DDPStrategy(outer_optimizer={outer!r:.100}): give a dict of arguments of lockstep's OuterOptimizer "
+            f"DDPStrategy(outer_optimizer={outer!r:.100}): pass a dict of arguments of lockstep's OuterOptimizer "
             f"({', '.join(names)}); an empty dict uses DiLoCo's."
         )
     return dict(outer)

@@ -179,7 +179,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         # a rank that raised alone would leave the others waiting in `check_alike`
         with raise_on_all(self.process_group):
             if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-                raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce: give both or neither")
+                raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce: pass both or neither")
             if mixed_precision is not None:
                 raise MisconfigurationException(
                     f"{mixed_precision=} is not supported. Remove it, and run the forward under torch.autocast"
@@ -203,7 +203,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             caps = list(bucket_cap_mb_list or ())
             self.bucket_cap_mb = max(caps) if caps else 25 if bucket_cap_mb is None else bucket_cap_mb
             if min([self.bucket_cap_mb, *caps]) <= 0:
-                raise ValueError(f"{bucket_cap_mb=}, {bucket_cap_mb_list=}: give sizes above 0")
+                raise ValueError(f"{bucket_cap_mb=}, {bucket_cap_mb_list=}: pass sizes above 0")
             # torch's names
             self.bucket_bytes_cap = int(self.bucket_cap_mb * MIB)
             self.bucket_bytes_cap_list = [int(cap * MIB) for cap in caps]

@@ -32,7 +32,7 @@ def check_weight(n: float, rank: int) -> float:
     weight = float(n)
     if not math.isfinite(weight) or weight < 0:
         raise ValueError(
-            f"weight({n}) on rank {rank}: give a finite number of at least 0, for example the number of samples"
+            f"weight({n}) on rank {rank}: pass a finite number of at least 0, for example the number of samples"
         )
     return weight
 

@@ -70,7 +70,7 @@ class TorchNames:
             return
         if self.reducer.rounds:
             raise RuntimeError(
-                "_set_static_graph() should be called before training loop starts, but a backward has run. Give "
+                "_set_static_graph() should be called before training loop starts, but a backward has run. Pass "
                 "static_graph=True to the container"
             )
         self.static_graph = True

@@ -20,14 +20,19 @@ PARTS = (
     Part(
         "torch.autograd.variable.Variable._execution_engine",
         f"{_HERE}backward_watcher.py",
-        "a callback at a backward's end",
+        "a callback at the end of a backward",
         DDP,
     ),
-    Part("torch.nn.parallel.distributed._BufferCommHook", f"{_HERE}torch_names.py", "an argument of torch's", DDP),
+    Part(
+        "torch.nn.parallel.distributed._BufferCommHook",
+        f"{_HERE}torch_names.py",
+        "an argument of torch's DistributedDataParallel",
+        DDP,
+    ),
     Part(
         "torch.nn.parallel.distributed._BufferCommHookLocation",
         f"{_HERE}container.py {_HERE}torch_names.py",
-        "an argument of torch's",
+        "an argument of torch's DistributedDataParallel",
         DDP,
     ),
     Part("torch.distributed.algorithms.join._JoinConfig", f"{_HERE}join.py", "torch's Join", DDP),

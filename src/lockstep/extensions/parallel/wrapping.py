@@ -42,11 +42,11 @@ def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) ->
             "torch.distributed.init_process_group(...) first, on every rank"
         )
     if group is not None and mesh is not None:
-        raise MisconfigurationException("Cannot specify both process_group and device_mesh arguments. Give only one")
+        raise MisconfigurationException("Cannot specify both process_group and device_mesh arguments. Pass only one")
     if mesh is not None:
         if mesh.ndim != 1:
             raise MisconfigurationException(
-                f"Only 1D device mesh is supported, but device_mesh={mesh!r} has {mesh.ndim} dimensions. Give one of "
+                f"Only 1D device mesh is supported, but device_mesh={mesh!r} has {mesh.ndim} dimensions. Pass one of "
                 "them, as in mesh['replicate']"
             )
         if mesh._get_root_mesh() != mesh:
@@ -90,7 +90,7 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
     A container of lockstep may be wrapped again as a whole over the same ``group``; then the outer one averages.
     """
     if not isinstance(module, nn.Module):
-        return f"module={module!r}: give a torch.nn.Module"
+        return f"module={module!r}: pass a torch.nn.Module"
     named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
     kind = type(module).__name__
     for name, parameter in named:
@@ -110,9 +110,9 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
             )
     types = sorted({parameter.device.type for _, parameter in named})
     if len(types) > 1:
-        return f"{kind} has parameters on {' and '.join(types)}. Move it to devices of one type"
+        return f"{kind} has parameters on {' and '.join(types)}. Move the module to devices of one type"
     if not any(parameter.requires_grad for _, parameter in named):
-        return f"{kind}: no parameter requires a gradient, so there is nothing to average. Use the module without it"
+        return f"{kind}: no parameter requires a gradient, so there is nothing to average. Use the bare module"
     return None
 
 

@@ -152,9 +152,9 @@ class PruneTrial(Callback):
                 rank_zero_info(f"trial {trial.number} is pruned: {self.monitor} = {number:.6g} in report {self.checks}")
             return prunes
         message = (
-            f"PruneTrial(monitor={self.monitor!r}): no metric of this name was logged. Logged so far: "
-            f"{', '.join(map(repr, metrics)) or 'none'}. Log it with `self.log({self.monitor!r}, value)`, "
-            "or monitor one of those."
+            f"PruneTrial(monitor={self.monitor!r}): no metric with this name was logged. Logged so far: "
+            f"{', '.join(map(repr, metrics)) or 'none'}. Log the metric with `self.log({self.monitor!r}, value)`, "
+            "or monitor one of the logged metrics."
         )
         why = trainer.fit_loop.lacks_metrics
         if why is None:

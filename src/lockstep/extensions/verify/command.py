@@ -44,15 +44,15 @@ def verify(words: Sequence[str]) -> int:
     devices = options.devices.split(",")
     if not all(word.strip().isdigit() and int(word) > 1 for word in devices):
         raise MisconfigurationException(
-            f"--devices {options.devices}: give numbers of ranks, each at least 2, for example 2 or 2,4"
+            f"--devices {options.devices}: pass numbers of ranks, each at least 2, for example 2 or 2,4"
         )
     if options.simulate is not None and options.resume:
         raise MisconfigurationException(f"--simulate {options.simulate} --resume: run a separate command for each")
     if options.patience <= 0:
-        raise MisconfigurationException(f"--patience {options.patience:g}: give a number of seconds above 0")
+        raise MisconfigurationException(f"--patience {options.patience:g}: pass a number of seconds above 0")
     if options.keep is not None and Path(options.keep).exists():
         raise MisconfigurationException(
-            f"--keep {options.keep}: the folder exists already. Give the name of a new folder"
+            f"--keep {options.keep}: the folder exists already. Pass the name of a new folder"
         )
     check_script("lockstep verify", options.module, script)
 

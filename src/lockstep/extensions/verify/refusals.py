@@ -21,8 +21,8 @@ _MEMORY = re.compile(
 _TO_RUN = "fix the error, or pass the arguments with which the script trains after --"
 _PROCESSES = "verify the script that they run, with their arguments"
 NO_LOADER = (
-    "the data do not come from a torch DataLoader, so one process cannot be fed the ranks' samples, and with its own "
-    "samples it trains differently: read the data with a DataLoader"
+    "the data do not come from a torch DataLoader, so one process cannot be fed the ranks' samples, and would "
+    "train on different samples: read the data with a DataLoader"
 )
 
 
@@ -112,7 +112,7 @@ def _explain_ending(who: str, rank: RankRecording) -> str:
         last = rank.events[-1]["kind"] if rank.events else "nothing"
         return (
             f"{who} did not end after {len(rank.steps)} optimizer step(s) (last event: {last}): let the script train "
-            "earlier, or give it more time with --patience"
+            "earlier, or increase --patience"
         )
     if not ending.has_failed:
         return ""

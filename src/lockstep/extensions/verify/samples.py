@@ -154,8 +154,8 @@ class Samples:
         """
         if first["size"] is None:
             return (
-                f"the IterableDataset {first['dataset']} gives each of {len(self.ranks.ranks)} ranks the same samples: "
-                "let each rank read its share: itertools.islice(samples, rank, None, world_size)"
+                f"the IterableDataset {first['dataset']} yields the same samples on each of {len(self.ranks.ranks)} "
+                "ranks: let each rank read its share: itertools.islice(samples, rank, None, world_size)"
             )
         if first["shared_out"]:
             return f"{first['sampler']} {self._fault_of_sampler(first)}"
@@ -164,7 +164,7 @@ class Samples:
                 "their Subsets of the data overlap: split the same order of indices on all ranks, for example with "
                 "indices[rank::world_size], or use a DistributedSampler"
             )
-        return f"{first['sampler']} does not split the data among the ranks: give the loader a DistributedSampler"
+        return f"{first['sampler']} does not split the data among the ranks: pass a DistributedSampler to the loader"
 
     def _fault_of_sampler(self, first: Event) -> str:
         """Explain what is wrong with the DistributedSamplers of ranks that get the same samples."""
@@ -217,7 +217,7 @@ class Samples:
             text = f"ranks {', '.join(map(str, which))} get sample {index} in one epoch ({len(shared)} are shared"
             text += f", {missing} of {first['size']} are on no rank)" if missing > 0 else ")"
             is_whole = len({frozenset(each) for each in epochs}) == 1
-            what = "every rank goes through the whole data set" if is_whole else "ranks share samples"
+            what = "every rank reads the whole data set" if is_whole else "ranks share samples"
             difference = Difference(SAMPLES, 0, 0, str(index), which, text=text)
             self._add(difference, f"{what}: {self._why_shared(first, overlaps=not is_whole)}", first)
             return
@@ -255,8 +255,8 @@ class Samples:
             if are_unique and drawn >= _FEW and len(shared) > drawn / 2:
                 text = f"ranks 0 and {rank} share {len(shared)} of {drawn} samples"
                 cause = (
-                    f"the data set {first['dataset']} gives every rank the same samples: on N ranks let each take "
-                    "every N-th sample, starting with the rank"
+                    f"the data set {first['dataset']} returns the same samples on every rank: on N ranks let each "
+                    "rank read every N-th sample, starting with its own number"
                 )
                 self._add(Difference(SAMPLES, 0, 0, "", (0, rank), text=text), cause, first)
                 return

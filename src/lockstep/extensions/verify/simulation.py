@@ -97,7 +97,7 @@ class Simulation:
                 listed = "; ".join(f"rank{_several(who)}: {texts[call]}" for call, who in ranks_by_call.items())
                 cause = (
                     "ranks call different collectives: a call that only some ranks make, or in a different order or "
-                    "with a different shape, makes the others wait or mixes up what is sent"
+                    "with a different shape, makes the other ranks wait or mixes up the data sent"
                 )
                 where = next((event["where"] for event in events if event is not None), "")
                 difference = Difference(COLLECTIVES, -1, number, "", text=f"collective {number}: {listed}")

@@ -54,7 +54,7 @@ _NOTES_OF_RANKS = {
     "comm hook": "the communication hook {name} was disabled: it rounds gradients or delays parts of them",
 }
 _NOTES_OF_SINGLE = {
-    "batch norm": "BatchNorm is not synchronized: one process computed it for each rank's samples separately",
+    "batch norm": "BatchNorm is not synchronized: one process computed statistics for each rank's samples separately",
     **dict.fromkeys(KEPT, "the ranks' random numbers at {where} could not be reproduced in one process"),
 }
 
@@ -219,8 +219,8 @@ class Verification:
         if self.comparison.zero_share > _MAX_UNTRAINED:
             return [
                 f"{self.comparison.zero_share:.0%} of the parameters ({shorten(untouched + zero)}) get no gradient, "
-                "or only a rounding error compared with the largest one: give the optimizer only parameters that are "
-                "trained, or request more --steps"
+                "or only a rounding error compared with the largest one: pass only parameters that are trained "
+                "to the optimizer, or request more --steps"
             ]
         if untouched:
             self.notes.append(f"no gradient reaches {shorten(untouched)}: not verified")
@@ -289,7 +289,9 @@ class Verification:
         # gradients are divided by all ranks, also by those that have no data
         if uneven is not None and any(event["by_all"] for _, event in ranks.find("join")):
             if uneven == 0:
-                self.comparison.vacuous.append("a rank has no data in the first step inside Join: give each rank data")
+                self.comparison.vacuous.append(
+                    "a rank has no data in the first step inside Join: provide data for each rank"
+                )
             elif self.comparison.drop_from(uneven):
                 self.notes.append(
                     f"Join: ranks without data count as zeros, so gradients are smaller from step {uneven} on"

@@ -297,8 +297,8 @@ ODD = [Frozen, FrozenEnd, InPlace, Unfreezes, Views, Recomputed, Hooked, Summed,
 
 
 UNSPLIT = {
-    Frozen: "gives net.4.weight a different gradient",
-    Unfreezes: "gives net.4.weight a different gradient",
+    Frozen: "computes a different gradient for net.4.weight",
+    Unfreezes: "computes a different gradient for net.4.weight",
     TiedEnd: "part of the weight fails .*through the graph a second time",
 }
 """What torch's backward in two parts does not do; older releases than 2.13 do less."""
@@ -611,20 +611,24 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str]] = 
     "BatchNorm": (
         changed(lambda m: m.layers.__setitem__(2, nn.BatchNorm1d(6))),
         {},
-        "'layers.2' (BatchNorm1d) would take its statistics from parts of a batch",
+        "'layers.2' (BatchNorm1d) would compute its statistics over micro-batches",
     ),
     "two chains": (
         changed(lambda m: setattr(m, "others", nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))),
         {},
-        "the module has several chains. Give the name of an nn.Sequential or nn.ModuleList",
+        "the module has several chains. Pass the name of an nn.Sequential or nn.ModuleList",
     ),
     "no such chain": (Tied, {"chain": "net"}, "BalancedStrategy(chain='net'): no submodule has this name"),
-    "another split": (Tied, {"split": [1, 3]}, 'BalancedStrategy(split=[1, 3]): give "measured", "equal", or'),
+    "another split": (Tied, {"split": [1, 3]}, 'BalancedStrategy(split=[1, 3]): pass "measured", "equal", or'),
     "one block": (partial(Tied, blocks=1), {"chain": "layers"}, "it has 1 block(s)"),
-    "stages": (Tied, {"stages": 3}, "BalancedStrategy(stages=3): the run has 2 ranks, which 3 does not divide"),
-    "rounds": (Tied, {"micro_batches": 5, "schedule": "interleaved"}, "in rounds of equal size: give a multiple of 2"),
+    "stages": (Tied, {"stages": 3}, "BalancedStrategy(stages=3): the run has 2 ranks, which is not divisible by 3"),
+    "rounds": (Tied, {"micro_batches": 5, "schedule": "interleaved"}, "in rounds of equal size: pass a multiple of 2"),
     "more stages than blocks": (Tied, IN_ROUNDS_OF_3, "the chain 'layers' has 5 blocks for 6 stages"),
-    "compiled": (changed(lambda m: m.layers[2].compile()), SPLIT_EVENLY, "'layers.2' is compiled, which has one:"),
+    "compiled": (
+        changed(lambda m: m.layers[2].compile()),
+        SPLIT_EVENLY,
+        "'layers.2', which is compiled, has only one:",
+    ),
     "not to be split": (Ignores, SPLIT_EVENLY, "Choose schedule='1f1b'"),
     "a block's weight outside of it": (step(takes_a_weight), {"split": "equal"}, "used 'layers.1.weight' outside of"),
     "no loss": (step(no_loss), {}, "The stages before the last one wait for a gradient of each micro-batch"),
@@ -666,12 +670,15 @@ def test_what_all_ranks_see_is_refused_by_all(ranks: RankPool, case: str) -> Non
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"stages": 1}, r"stages=1\): give a number of ranks above 1"),
-        ({"micro_batches": 0}, r"micro_batches=0\): give a number above 0"),
+        ({"stages": 1}, r"stages=1\): pass a number of ranks above 1"),
+        ({"micro_batches": 0}, r"micro_batches=0\): pass a number above 0"),
         ({"schedule": "2f2b"}, r"schedule='2f2b'\): choose '1f1b', 'gpipe', 'interleaved', 'zero-bubble'"),
-        ({"stages_per_rank": 0}, r"stages_per_rank=0\): give a number above 0"),
-        ({"stages_per_rank": 2}, r"stages_per_rank=2, schedule='1f1b'\): each rank has one stage by this schedule"),
-        ({"split": "even"}, r"split='even'\): give \"measured\", \"equal\""),
+        ({"stages_per_rank": 0}, r"stages_per_rank=0\): pass a number above 0"),
+        (
+            {"stages_per_rank": 2},
+            r"stages_per_rank=2, schedule='1f1b'\): this schedule supports only one stage per rank",
+        ),
+        ({"split": "even"}, r"split='even'\): pass \"measured\", \"equal\""),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(options: dict[str, Any], text: str) -> None:
@@ -680,7 +687,7 @@ def test_arguments_that_cannot_be_are_refused(options: dict[str, Any], text: str
 
 
 def test_one_device_has_nothing_to_split() -> None:
-    with pytest.raises(MisconfigurationException, match="this run has one: give devices=2 or more"):
+    with pytest.raises(MisconfigurationException, match="this run has one: pass devices=2 or more"):
         quiet(strategy="balanced", devices=1).fit(Tied(), rows(4)(2))
 
 

@@ -82,7 +82,7 @@ def test_other_numbers_and_missing_packages_are_shown_and_not_chosen() -> None:
             assert "needs a chain of blocks" in row.obstacle
     assert plan.choice is not None
     assert plan.choice.candidate.kind not in ("deepspeed", "pipeline")
-    with pytest.raises(MisconfigurationException, match=r'goal=.* give "speed" or "memory"'):
+    with pytest.raises(MisconfigurationException, match=r'goal=.* pass "speed" or "memory"'):
         make_plan([transformer(1)], SMALL, goal="cheap")  # type: ignore[arg-type]
 
 
@@ -176,7 +176,7 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_plan_without_data_says_what_to_give() -> None:
-    with pytest.raises(MisconfigurationException, match="give batch=, train_dataloaders= or datamodule="):
+    with pytest.raises(MisconfigurationException, match="pass batch=, train_dataloaders= or datamodule="):
         quiet().plan(net())
     with pytest.raises(MisconfigurationException, match="a training DataLoader yields none"):
         quiet().plan(net(), [])
@@ -309,8 +309,8 @@ def test_the_command_ends_with_1_where_nothing_fits(script: str, capsys: pytest.
     [
         (["there.py"], "there.py does not exist"),
         (["SCRIPT", "--devices", "two", "8"], "--devices: 'two' is not a whole number of at least 1"),
-        (["SCRIPT", "--memory", "much", "8"], "--memory much: give bytes above 0 with a unit: 80GB"),
-        (["SCRIPT", "--save", "plan.txt", "8"], "--save plan.txt: give a name that ends with .yaml"),
+        (["SCRIPT", "--memory", "much", "8"], "--memory much: pass bytes above 0 with a unit: 80GB"),
+        (["SCRIPT", "--save", "plan.txt", "8"], "--save plan.txt: pass a name that ends with .yaml"),
         (["SCRIPT", "--blocks", "middle", "8"], "has no submodule 'middle'"),
         (["--device", "2", "SCRIPT"], "--device is not an option"),
     ],

@@ -340,7 +340,7 @@ def test_settings_that_cannot_work_are_refused(options: dict[str, Any], said: st
 
 
 def test_several_processes_and_a_second_finder_are_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="works on one process"):
+    with pytest.raises(MisconfigurationException, match="works in one process only"):
         Tuner(quiet(devices=2, strategy="ddp_spawn")).scale_batch_size(Net(), datamodule=Data())
     with pytest.raises(ValueError, match="BatchSizeFinder"):
         Tuner(quiet(callbacks=BatchSizeFinder())).scale_batch_size(Net(), datamodule=Data())

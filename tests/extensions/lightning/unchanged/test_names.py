@@ -336,7 +336,7 @@ def test_a_checkpoint_holds_what_a_script_for_lightning_puts_into_it(ranks: Rank
 def test_without_lightnings_names_such_hyperparameters_are_refused(ranks: RankPool, tmp_path: Path) -> None:
     path = script(tmp_path, OBJECTS.replace("lightning as L", "lockstep as L").replace("lightning.pytorch", "lockstep"))
     ended = run_script(ranks, path, folder=tmp_path)[0]
-    assert "the hyperparameter 'normalizer' is a __main__.Normalizer, which a checkpoint cannot store" in ended.stderr
+    assert "the hyperparameter 'normalizer' is a __main__.Normalizer, which cannot be saved" in ended.stderr
 
 
 LOADS = """

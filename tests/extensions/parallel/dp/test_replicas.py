@@ -207,7 +207,7 @@ def test_mappings_keep_their_kind() -> None:
 @pytest.mark.parametrize(
     ("outputs", "text"),
     [
-        ([1.5, 2.5], "returned 1.5 and 2.5, and one would be lost"),
+        ([1.5, 2.5], "returned 1.5 and 2.5, which cannot be joined"),
         ([{"n": 3}, {"n": 2}], "returned 3 and 2"),
         ([numpy.zeros(2), numpy.ones(2)], "would be lost"),
         ([[torch.ones(1)] * 3, [torch.ones(1)] * 2], r"a list of \[2, 3\] members"),

@@ -99,7 +99,7 @@ def test_what_is_no_hook(hook: Any, error: type[Exception], said: str) -> None:
     ],
 )
 def test_a_state_of_another_hook_is_refused(state: Any, hook: Any, wanted: str) -> None:
-    with pytest.raises(MisconfigurationException, match=rf"has the state .*Give it .*{wanted}"):
+    with pytest.raises(MisconfigurationException, match=rf"has the state .*Pass .*{wanted}"):
         check_hook(state, hook)
 
 

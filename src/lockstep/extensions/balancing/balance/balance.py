@@ -49,8 +49,8 @@ NO_SAMPLES = (
     "batch_size."
 )
 BATCH_NORM = (
-    "Trainer(balance=True): {name} takes its statistics over one rank's samples, and ranks have different numbers of "
-    "samples. Use Trainer(sync_batchnorm=True) for statistics over the samples of all ranks."
+    "Trainer(balance=True): {name} computes its statistics over one rank's samples, and ranks have different numbers "
+    "of samples. Use Trainer(sync_batchnorm=True) for statistics over the samples of all ranks."
 )
 
 

@@ -22,7 +22,7 @@ from lockstep.ground.tree import tree_leaves
 CONTAINERS = (nn.Sequential, nn.ModuleList)
 CONTRACT = "the first argument of a block is one tensor, the output of the previous block, and it returns one tensor"
 NOT_A_CHAIN = (
-    "BalancedStrategy(chain={name!r}): {what}. Give the name of an nn.Sequential or nn.ModuleList of the module with "
+    "BalancedStrategy(chain={name!r}): {what}. Pass the name of an nn.Sequential or nn.ModuleList of the module with "
     "two or more blocks{known}."
 )
 OUTSIDE = (
@@ -43,8 +43,8 @@ NOT_AT_FIRST = (
     "blocks with the same arguments."
 )
 TWICE = (
-    "The chain {chain!r} was called twice in one step: its blocks are split over the ranks, and pass each micro-batch "
-    "once. Put both inputs into one batch."
+    "The chain {chain!r} was called twice in one step: its blocks are split over the ranks, and process each "
+    "micro-batch only once. Put both inputs into one batch."
 )
 ENDED_EARLY = (
     "A step ended after {count} of the {blocks} blocks of the chain {chain!r}: a step that calls the chain must call "

@@ -89,7 +89,7 @@ class SplitCheck:
             if weight.grad is not None:
                 # adding to a gradient in place would change another one in the same memory
                 if weight.numel() and weight.grad.data_ptr() in taken:
-                    self._refuse(f"torch gives {what} a gradient that shares memory with another one")
+                    self._refuse(f"torch computes a gradient for {what} that shares memory with another gradient")
                 taken.add(weight.grad.data_ptr())
                 weight.grad = weight.grad if old is None else old.add_(weight.grad)
             else:
@@ -108,7 +108,7 @@ class SplitCheck:
         near = torch.finfo(whole.dtype).eps ** 0.5
         off = whole.abs().max() if found is None else (found - whole).abs().max()
         if whole.numel() and off > near * whole.abs().max():
-            self._refuse(f"torch gives {what} a different gradient in two parts than in one")
+            self._refuse(f"torch computes a different gradient for {what} in two parts than in one")
 
     def _refuse(self, why: str) -> NoReturn:
         raise self._error(why)

@@ -48,12 +48,12 @@ from lockstep.module import LightningModule
 from lockstep.precision.base import Precision
 
 ONE_DEVICE = (
-    "BalancedStrategy splits a model over devices, and this run has one: give devices=2 or more, or remove the "
+    "BalancedStrategy splits a model over devices, and this run has one: pass devices=2 or more, or remove the "
     "strategy."
 )
 STAGES = (
-    "BalancedStrategy(stages={stages!r}): the run has {world} ranks, which {stages} does not divide: give a number "
-    "above 1 that divides {world}."
+    "BalancedStrategy(stages={stages!r}): the run has {world} ranks, which is not divisible by {stages}: pass a "
+    "number above 1 that divides {world}."
 )
 ONE_PIPELINE = (
     "BalancedStrategy(stages={stages!r}, one_process=True): one process has one pipeline of its {devices} devices, "
@@ -61,11 +61,11 @@ ONE_PIPELINE = (
 )
 SEVERAL_RANKS = (
     "BalancedStrategy(one_process=True): one process drives the devices of one node, and this run has {ranks} ranks on "
-    "{nodes} node(s): give num_nodes=1 and start one process only, or omit one_process."
+    "{nodes} node(s): pass num_nodes=1 and start one process only, or omit one_process."
 )
 TORN = (
     "BalancedStrategy(one_process=True): {one!r} and {other!r} are the same tensor, which must stay on one device, "
-    "{why}. Give a `split` that keeps both on one device (layers outside the chain are on {root}, with the last "
+    "{why}. Pass a `split` that keeps both on one device (layers outside the chain are on {root}, with the last "
     "stage), untie them, or omit one_process: with one process per device, stages can share parameters."
 )
 TWO_DEVICES = "but would be on {one} and on {other}"
@@ -73,10 +73,10 @@ MAY_MOVE = 'but with split="measured" their blocks may move to different devices
 KINDS = ("measured", "equal")
 ROUNDS = (
     "BalancedStrategy(micro_batches={count}, schedule={schedule!r}): micro-batches go through {ranks} ranks in rounds "
-    "of equal size: give a multiple of {ranks}, or None."
+    "of equal size: pass a multiple of {ranks}, or None."
 )
 SPLIT = (
-    'BalancedStrategy(split={split!r:.100}): give "measured", "equal", or the number of blocks of each stage: {stages} '
+    'BalancedStrategy(split={split!r:.100}): pass "measured", "equal", or the number of blocks of each stage: {stages} '
     "numbers above 0, whose sum is {blocks}, the blocks of the chain {chain!r}."
 )
 NO_FIT = (
@@ -96,12 +96,12 @@ NO_MANUAL = (
     'automatic_optimization=False: use automatic optimization, or strategy="ddp".'
 )
 BATCH_NORM = (
-    "BalancedStrategy: {name!r} ({kind}) would take its statistics from parts of a batch, and from samples that only "
-    'fill up the last part: use GroupNorm or LayerNorm, call its eval(), or use strategy="ddp" and sync_batchnorm=True.'
+    "BalancedStrategy: {name!r} ({kind}) would compute its statistics over micro-batches, with padding samples in "
+    'the last one: use GroupNorm or LayerNorm, call its eval(), or use strategy="ddp" and sync_batchnorm=True.'
 )
 COMPILED = (
-    "BalancedStrategy(schedule='zero-bubble') runs the backward of a block in two parts, and {name!r} is compiled, "
-    'which has one: remove torch.compile, or use schedule="interleaved".'
+    "BalancedStrategy(schedule='zero-bubble') runs the backward of a block in two parts, but the backward of "
+    '{name!r}, which is compiled, has only one: remove torch.compile, or use schedule="interleaved".'
 )
 STRANGE = (
     "{optimizer} has a parameter of shape {shape} that is not in the module, so its stage is unknown: register "
@@ -109,14 +109,14 @@ STRANGE = (
 )
 ELSEWHERE = (
     "A step used {name!r} outside of its block, which is on another rank: share the parameter with a layer outside "
-    "the chain, for example `self.head.weight = self.layers[0].weight`, and use that one."
+    "the chain, for example `self.head.weight = self.layers[0].weight`, and use the parameter of that layer."
 )
 OWN_BACKWARD = (
     "BalancedStrategy does not call the `backward` that the module overrides: change the loss in `training_step`."
 )
 ALONE = (
-    "rank {rank} cannot save by itself: each rank has the weights of its own blocks, and the others do not take part "
-    "when one has failed. Save regularly, with ModelCheckpoint(every_n_train_steps=...)."
+    "rank {rank} cannot save a checkpoint alone: each rank has the weights of its own blocks, and other ranks do not "
+    "join after a failure. Save regularly, with ModelCheckpoint(every_n_train_steps=...)."
 )
 
 
@@ -581,23 +581,23 @@ def _check_arguments(
     stages: object, micro_batches: object, schedule: object, split: object, stages_per_rank: object, one_process: object
 ) -> None:
     counts = isinstance(split, Sequence) and not isinstance(split, str) and all(_is_number(n, 1) for n in split)
-    of_split = 'give "measured", "equal", or the number of blocks of each stage, each above 0, such as [3, 5]'
-    of_parts = "give a number above 0, or None for twice the stages"
+    of_split = 'pass "measured", "equal", or the number of blocks of each stage, each above 0, such as [3, 5]'
+    of_parts = "pass a number above 0, or None for twice the stages"
     of_rank = stages_per_rank is None or _is_number(stages_per_rank, 1)
     for name, value, is_valid, way in (
-        ("stages", stages, stages == "all" or _is_number(stages, 2), 'give a number of ranks above 1, or "all"'),
+        ("stages", stages, stages == "all" or _is_number(stages, 2), 'pass a number of ranks above 1, or "all"'),
         ("micro_batches", micro_batches, micro_batches is None or _is_number(micro_batches, 1), of_parts),
         ("schedule", schedule, schedule in SCHEDULES, f"choose {', '.join(map(repr, SCHEDULES))}"),
-        ("stages_per_rank", stages_per_rank, of_rank, "give a number above 0"),
+        ("stages_per_rank", stages_per_rank, of_rank, "pass a number above 0"),
         ("split", split, split in KINDS or counts, of_split),
-        ("one_process", one_process, isinstance(one_process, bool), "give True or False"),
+        ("one_process", one_process, isinstance(one_process, bool), "pass True or False"),
     ):
         if not is_valid:
             raise MisconfigurationException(f"BalancedStrategy({name}={value!r:.100}): {way}.")
     if stages_per_rank not in (None, 1) and schedule not in IN_ROUNDS:
         raise MisconfigurationException(
-            f"BalancedStrategy(stages_per_rank={stages_per_rank}, schedule={schedule!r}): each rank has one stage by "
-            f"this schedule: choose {' or '.join(map(repr, IN_ROUNDS))}."
+            f"BalancedStrategy(stages_per_rank={stages_per_rank}, schedule={schedule!r}): this schedule supports only "
+            f"one stage per rank: choose {' or '.join(map(repr, IN_ROUNDS))}."
         )
     refuse_without(PIPELINES, "BalancedStrategy", "use DDPStrategy(shard_optimizer=True)", PARTS)
     if one_process:

@@ -49,7 +49,7 @@ def parse_bytes(flag: str, text: str) -> float:
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Z]*)(/S)?", text.strip().upper())
     value = 0.0 if found is None else float(found[1]) * UNITS.get(found[2], 0)
     if value <= 0:
-        raise MisconfigurationException(f"{flag} {text}: give bytes above 0 with a unit: 80GB, 24GiB, 25GB/s")
+        raise MisconfigurationException(f"{flag} {text}: pass bytes above 0 with a unit: 80GB, 24GiB, 25GB/s")
     return value
 
 
@@ -148,7 +148,7 @@ def described(
         table = next((rates for pattern, rates in CHIPS if re.search(pattern, chip.lower())), None)
         if table is None:
             raise MisconfigurationException(
-                f"--chip {chip}: unknown. Give the name of an NVIDIA GPU: H100, A100, L40, RTX 3090"
+                f"--chip {chip}: unknown. Pass the name of an NVIDIA GPU: H100, A100, L40, RTX 3090"
             )
         # products of real sizes reach about half of the data sheet
         products = {_name(key): rate * TERA * 0.5 for key, rate in table.items()}

@@ -277,9 +277,9 @@ def partition(blocks: Sequence[Block], devices: Sequence[Device], spare: bool = 
         [(0, 2), (2, 3)]
     """
     if not blocks or not devices:
-        raise ValueError(f"partition: {len(blocks)} blocks over {len(devices)} devices: give at least one of each")
+        raise ValueError(f"partition: {len(blocks)} blocks over {len(devices)} devices: pass at least one of each")
     if not spare and len(blocks) < len(devices):
-        raise ValueError(f"partition: {len(blocks)} blocks are too few for {len(devices)} devices: give fewer devices")
+        raise ValueError(f"partition: {len(blocks)} blocks are too few for {len(devices)} devices: pass fewer devices")
     chain = _Chain(blocks)
     reached = torch.full((len(blocks) + 1,), math.inf, dtype=torch.float64)
     reached[0] = 0.0

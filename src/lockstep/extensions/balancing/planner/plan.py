@@ -84,7 +84,7 @@ def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, pa
         packages: optional packages that are installed.
     """
     if candidate.kind == "pipeline":
-        return 'predicted, not chosen: the module needs a chain of blocks; give strategy="balanced"'
+        return 'predicted, not chosen: the module needs a chain of blocks; pass strategy="balanced"'
     extension = {"deepspeed": "deepspeed", "dp": "parallel"}.get(candidate.kind)
     if extension is not None and not is_there(extension):
         return f"needs the extension {extension}"
@@ -220,7 +220,7 @@ def make_plan(
     from lockstep.extensions.balancing.planner.cost import predict
 
     if goal not in ("speed", "memory"):
-        raise MisconfigurationException(f'A plan has no goal={goal!r}: give "speed" or "memory".')
+        raise MisconfigurationException(f'A plan has no goal={goal!r}: pass "speed" or "memory".')
     rows = []
     for profile in profiles:
         for candidate in candidates(profile, hardware):

@@ -61,12 +61,12 @@ def first_batch(trainer: Trainer) -> Any:
             data.setup("fit")
         returned = trainer.loaders.request("train")
         if returned is None:
-            raise MisconfigurationException("A plan needs a batch: give batch=, train_dataloaders= or datamodule=.")
+            raise MisconfigurationException("A plan needs a batch: pass batch=, train_dataloaders= or datamodule=.")
         loaders, nest, _ = unpack(returned, "")
         batches = [next(iter(loader), None) for loader in loaders]
         if not batches or any(batch is None for batch in batches):
             raise MisconfigurationException(
-                "A plan needs a batch, and a training DataLoader yields none: give batch=, or check the dataset."
+                "A plan needs a batch, and a training DataLoader yields none: pass batch=, or check the dataset."
             )
         return batches[0] if nest is None else tree_unflatten(batches, nest)
 

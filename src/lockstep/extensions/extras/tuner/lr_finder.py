@@ -255,8 +255,8 @@ def _attribute_name(trainer: Trainer, attr_name: str) -> str:
         if places_of(trainer, name):
             return name
     raise AttributeError(
-        f"lr_find(update_attr=True, {attr_name=}): neither {kind} nor the data module has `{'` or `'.join(names)}`, "
-        "also not in hparams. Set attr_name to your attribute, or use update_attr=False."
+        f"lr_find(update_attr=True, {attr_name=}): neither {kind} nor the data module has `{'` or `'.join(names)}` "
+        "as an attribute or in hparams. Set attr_name to your attribute, or use update_attr=False."
     )
 
 

@@ -215,7 +215,7 @@ def refuse_several_processes(trainer: Trainer, what: str) -> None:
     """
     if trainer.world_size > 1 or trainer._spawns:
         raise MisconfigurationException(
-            f"{what} works on one process, but this Trainer has {trainer.world_size}"
+            f"{what} works in one process only, but this Trainer has {trainer.world_size}"
             f"{' that it spawns' if trainer._spawns else ''}. The ranks cannot yet agree on whether a trial ran out of "
             "memory. Search with `Trainer(devices=1)`, and use the result in this Trainer."
         )
@@ -234,8 +234,8 @@ def refuse_without_undo(trainer: Trainer, what: str) -> None:
         )
     if trainer.world_size > 1 and not trainer.strategy.undoes_steps:
         raise MisconfigurationException(
-            f"{what} must undo its steps; {type(trainer.strategy).__name__} on {trainer.world_size} ranks cannot. "
-            'Search with strategy="ddp" without a communication hook and without shard_optimizer, or with '
+            f"{what} must undo its steps, which {type(trainer.strategy).__name__} on {trainer.world_size} ranks cannot "
+            'do. Search with strategy="ddp" without a communication hook and without shard_optimizer, or with '
             "Trainer(devices=1), and use the result in this Trainer."
         )
 
@@ -344,7 +344,7 @@ def evaluate(trainer: Trainer) -> Any:
     if len(loop.feed.num_batches) > 1:
         raise MisconfigurationException(
             f"A search for the batch size of trainer.{trainer.state.fn}() needs one loader, but there are "
-            f"{len(loop.feed.num_batches)}. Search with one at a time."
+            f"{len(loop.feed.num_batches)}. Search with one loader at a time."
         )
     if stage is RunningStage.PREDICTING:
         loop.predict(False)

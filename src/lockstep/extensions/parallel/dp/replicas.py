@@ -62,7 +62,7 @@ class DataParallel(nn.Module):
         self.module = module
         self.devices = [as_device(device) for device in found]
         if not self.devices:
-            raise ValueError(f"DataParallel(device_ids={device_ids!r}): give at least one device.")
+            raise ValueError(f"DataParallel(device_ids={device_ids!r}): pass at least one device.")
         self.device_ids = found
         self.output_device = self.devices[0] if output_device is None else as_device(output_device)
         self.dim = dim
@@ -162,7 +162,7 @@ def rows_of(batch: object, dim: int = 0) -> int | None:
     if len(counts) > 1:
         raise ValueError(
             f"DataParallel: the tensors of the batch have {sorted(counts)} rows along dimension {dim}, where they are "
-            "split. Give them the same number of rows; pass values for all rows as tensors without dimensions."
+            "split. Pass tensors with the same number of rows; pass values for all rows as tensors without dimensions."
         )
     return counts.pop() if counts else None
 
@@ -323,7 +323,8 @@ def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
     kinds = {type(output) for output in outputs}
     if len(kinds) > 1:
         raise ValueError(
-            f"DataParallel: the replicas returned {sorted(kind.__name__ for kind in kinds)}. Return one type."
+            f"DataParallel: the replicas returned {sorted(kind.__name__ for kind in kinds)}. Return the same type "
+            "for all parts."
         )
     if isinstance(first, Mapping):
         return _join_mappings(outputs, tensors)
@@ -337,8 +338,8 @@ def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
     for output in outputs:
         if not _is_same(first, output):
             raise ValueError(
-                f"DataParallel: the replicas returned {first!r:.60} and {output!r:.60}, and one would be lost. "
-                "Return a tensor or a list."
+                f"DataParallel: the replicas returned {first!r:.60} and {output!r:.60}, which cannot be joined, so one "
+                "would be lost. Return a tensor or a list."
             )
     return first
 
@@ -405,14 +406,14 @@ def choose_devices(
         MisconfigurationException: the arguments do not fit each other or the module.
     """
     if isinstance(device_ids, str) and device_ids != "all":
-        raise MisconfigurationException(f'device_ids={device_ids!r}: give a list of devices, "all", or None')
+        raise MisconfigurationException(f'device_ids={device_ids!r}: pass a list of devices, "all", or None')
     if device_ids == "all":
         device_ids = list(range(torch.accelerator.device_count())) or ["cpu"]
     devices = [as_device(device) for device in device_ids or ()]
     if not devices:
         if output_device is not None:
             raise MisconfigurationException(
-                f"output_device={output_device!r} without device_ids: outputs are not moved then. Give both, or neither"
+                f"output_device={output_device!r} without device_ids: outputs are not moved then. Pass both, or neither"
             )
         return [], None
     if here != devices[0]:

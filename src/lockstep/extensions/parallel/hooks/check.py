@@ -114,7 +114,7 @@ def _check_state(state: object, inner: object) -> None:
         return
     if not fits:
         raise MisconfigurationException(
-            f"the communication hook {name_of(inner)} has the state {_describe(state)}. Give it {wanted} "
+            f"the communication hook {name_of(inner)} has the state {_describe(state)}. Pass {wanted} "
             "(ddp_comm_state=, or the first argument of register_comm_hook)"
         )
 

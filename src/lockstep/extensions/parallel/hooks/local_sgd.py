@@ -112,7 +112,7 @@ class PostLocalSGDState:
         local_allreduce: bool = True,
     ) -> None:
         if not isinstance(start, int) or start < 0:
-            raise MisconfigurationException(f"PostLocalSGDState(start={start!r}): give a number of rounds, at least 0")
+            raise MisconfigurationException(f"PostLocalSGDState(start={start!r}): pass a number of rounds, at least 0")
         self.process_group = process_group
         self.subgroup = subgroup
         self.start = start

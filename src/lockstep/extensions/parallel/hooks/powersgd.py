@@ -54,7 +54,7 @@ class PowerSGDState:
         whole = isinstance(rank, int) and isinstance(start, int)
         if not whole or rank < 1 or start < 0 or min_compression_rate < 0:
             raise MisconfigurationException(
-                f"PowerSGDState(rank={rank!r}, start={start!r}, min_compression_rate={min_compression_rate}): give "
+                f"PowerSGDState(rank={rank!r}, start={start!r}, min_compression_rate={min_compression_rate}): pass "
                 "integers, a rank of at least 1, and a start and a rate of at least 0"
             )
         self.process_group = process_group
