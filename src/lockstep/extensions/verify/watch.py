@@ -71,8 +71,8 @@ class Watch:
     def has_join_ended(self) -> bool:
         """True if a rank that trains inside Join has made all steps.
 
-        Inside Join the ranks make different numbers of steps. All of them end with the epoch in which the first rank has
-        made the requested number: a rank that started another epoch would wait for the ranks that have ended.
+        Inside Join the ranks make different numbers of steps. All of them end with the epoch in which the first rank
+        has made the requested number: a rank that started another epoch would wait for the ranks that have ended.
         """
         return self.joins and self._join_end.exists()
 
