@@ -11,12 +11,12 @@ from tests.extensions.parallel.peers.record import reasons, recorded
 
 PAGE = Path(__file__).parents[4] / "docs" / "peers.md"
 KINDS = {
-    "unused": "expect the error about unused parameters, which lockstep does not raise",
-    "private": "use private methods and objects of torch's reducer",
-    "log": "read the log of torch's class, or the events of its reducer in the profiler",
-    "refused": "use features that lockstep refuses with a suggestion",
-    "wording": "expect torch's words of an error, which is raised with other words; the rest of the test passes",
-    "differs": "differ",
+    "unused": "the test expects the error about unused parameters, which lockstep does not raise",
+    "private": "the test uses private methods and objects of torch's reducer",
+    "log": "the test reads the log of torch's class, or the events of its reducer in the profiler",
+    "refused": "the test uses features that lockstep refuses with a suggestion",
+    "wording": "the test expects the words of torch's error; lockstep words it differently, and the rest of the test passes",
+    "differs": "other",
 }
 """Why a test that torch's class passes is not passed by ours."""
 
@@ -34,13 +34,14 @@ def page() -> str:
     lines = [
         "# Compatibility with torch's DistributedDataParallel",
         "",
-        "This page lists which of torch's own tests of DistributedDataParallel pass with lockstep's class, for users who",
-        "replace torch's class.",
+        "This page lists which of torch's own tests of DistributedDataParallel pass with lockstep's class, for users",
+        "who replace torch's class.",
         "",
         f"There are {len(tests)} tests. Torch's class passes {len(theirs)}. Lockstep's class passes {len(ours)} of",
-        f"these ({len(tcp)} over TCP), and {len(beyond)} that torch's class does not pass. Of the other {len(listed)}:",
+        f"these ({len(tcp)} over TCP), and {len(beyond)} that torch's class does not pass. The other {len(listed)} fail for",
+        "these reasons (with the number of tests):",
         "",
-        *(f"- {count} {text}" for kind, text in KINDS.items() if (count := kinds.count(kind))),
+        *(f"- {text}: {count}" for kind, text in KINDS.items() if (count := kinds.count(kind))),
         "",
         "The column *ours* is lockstep's class with shared memory for gradients, the default. The column *over TCP* is",
         "lockstep's class with `shared_memory=False`.",
