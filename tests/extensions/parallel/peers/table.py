@@ -15,7 +15,7 @@ KINDS = {
     "private": "the test uses private methods and objects of torch's reducer",
     "log": "the test reads the log of torch's class, or the events of its reducer in the profiler",
     "refused": "the test uses features that lockstep refuses with a suggestion",
-    "wording": "the test expects the words of torch's error; lockstep words it differently, and the rest of the test passes",
+    "wording": "the test expects the words of torch's error; lockstep's error has other words, and the rest passes",
     "differs": "other",
 }
 """Why a test that torch's class passes is not passed by ours."""
@@ -38,8 +38,8 @@ def page() -> str:
         "who replace torch's class.",
         "",
         f"There are {len(tests)} tests. Torch's class passes {len(theirs)}. Lockstep's class passes {len(ours)} of",
-        f"these ({len(tcp)} over TCP), and {len(beyond)} that torch's class does not pass. The other {len(listed)} fail for",
-        "these reasons (with the number of tests):",
+        f"these ({len(tcp)} over TCP), and {len(beyond)} that torch's class does not pass. The other {len(listed)}",
+        "fail for these reasons (with the number of tests):",
         "",
         *(f"- {text}: {count}" for kind, text in KINDS.items() if (count := kinds.count(kind))),
         "",
