@@ -206,8 +206,7 @@ def page(rows: Sequence[Row], wait: int) -> str:
     most = rows[-1]
     return f"""# Scaling to a thousand nodes
 
-This page shows how lockstep's supervision of the ranks (processes) and its messages scale with the number of nodes, for
-users of large clusters.
+This page shows how lockstep's supervision of ranks (processes) and its messages scale with the number of nodes.
 Written by `python benchmarks/scale.py` (Python {platform.python_version()}, torch {torch.__version__},
 {os.cpu_count()} CPU cores).
 

@@ -266,8 +266,7 @@ def page(text: str, rounds: int, load: tuple[float, float]) -> str:
     about = f"Python {platform.python_version()}, torch {version('torch')}, {os.cpu_count()} CPU cores"
     return f"""# Startup time
 
-This page compares how fast a run on two ranks (processes) starts with each start method, for users who start many short
-runs.
+This page compares how fast a run on two ranks (processes) starts with each start method.
 Written by `python benchmarks/start.py --rounds {rounds}`
 ({about}; load average {load[0]:.1f} before, {load[1]:.1f} after).
 

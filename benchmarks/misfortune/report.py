@@ -226,8 +226,7 @@ def page(figures: Found, command: str) -> str:
     timeout = figures["hangs"]["found"]["timeout"]
     about = f"""# Failures and hangs: what is reported
 
-This page explains the messages that lockstep prints when a rank (a process of the run) fails or hangs, and shows how
-fast they are printed.
+This page explains the messages that are printed when a rank (process) fails or hangs, and shows how fast they come.
 Written by {command}.
 
 ```
