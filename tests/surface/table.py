@@ -77,10 +77,12 @@ def page() -> str:
     lines = [
         "# Lightning 2.6 in lockstep",
         "",
-        "Reference for people who use Lightning 2.6.6: every name of its public surface, and whether it works here,",
-        "differs or is refused. [Coming from Lightning](from-lightning.md) has the differences that people meet most",
-        "often, and [where it has run](../README.md#where-it-has-run) the devices. Each row names its test.",
-        "The page is written by `python -m tests.surface.table`.",
+        "This page is a reference for people who use Lightning 2.6.6. It lists every public name of Lightning,",
+        "and whether the name works, differs or is refused in lockstep. [Coming from",
+        "Lightning](from-lightning.md) lists the most frequent differences, and [where it has",
+        "run](../README.md#where-it-has-run) the devices. The last column of a table names the test of the row.",
+        '"As there" means: as in Lightning. A rank is one process of a run, and a window is the micro-batches of',
+        "one optimizer step. The page is written by `python -m tests.surface.table`.",
         "",
         f"{counts['works']} rows work, {counts['differs']} differ, {counts['refused']} are refused.",
     ]
@@ -88,8 +90,9 @@ def page() -> str:
         "",
         "## Support matrix",
         "",
-        "Lightning's support matrix of 2019, filled in by what `tests/config/test_support_matrix.py` runs (on CPU",
-        "devices and in bf16 instead of GPUs and 16 bit). The last row is new: in 2019 dp excluded 16 bit.",
+        "This is Lightning's support matrix of 2019. `tests/config/test_support_matrix.py` runs each row, on CPU",
+        "devices instead of GPUs, and in bf16 instead of 16 bit. The last row is new: in 2019, dp did not support",
+        "16 bit.",
         "",
         *matrix.lines(),
     ]
