@@ -244,7 +244,9 @@ default, it is printed after 60 s of waiting; with `hang_timeout=None`, never.
 
 In the tables, each row is a training script with two or more ranks, started in a new folder at a terminal, as a user
 would start it. At the 20th step one rank fails, or does something that the other ranks do not do. Times are measured
-from this moment, for failures until the last process has ended. Lines are counted from the same moment. If a row was
+from this moment, for failures until the last process has ended. Lines are counted from the same moment.
+
+If a row was
 run several times, its seconds are the median, with the maximum in brackets, and "kept" means that every run kept the
 promise. In the tables of hangs `hang_timeout` is {timeout:g} s.
 """
