@@ -459,21 +459,22 @@ def main() -> None:
     print(text)
     about = f"""# Overhead of a training step
 
-This page shows how much CPU time lockstep, Lightning and Accelerate add to a training step, for users who compare them.
+This page shows how much CPU time lockstep, Lightning and Accelerate add to a training step of a hand-written loop.
 Written by `python benchmarks/overhead.py --runs {args.runs} --steps {args.steps}`
 ({versions()}).
 
 {text}
 
 - The model is one linear layer with SGD, batches of {BATCH} from a shuffled `TensorDataset` and one computing thread.
-- A figure is the difference between the smallest CPU times of {args.runs} interleaved runs of {args.steps} steps,
-  divided by the number of steps, without set-up. With two processes, the CPU time of the training thread is averaged
-  over both.
+- A value is the difference between the smallest CPU times of {args.runs} interleaved runs of {args.steps} steps,
+  divided by the number of steps. Set-up is not included. With two processes, the CPU times of the two training threads
+  are averaged.
 - Calls and bytecode instructions are counted in the training thread, with tracing on, in a run of its own. They do not
   depend on the load of the machine, as times do: on a shared machine two runs of one commit may differ by 25 µs a step.
 - The Trainers run without logger, callbacks, progress bar and checkpoints, except where the table names them.
-- Accelerate does not reduce logged values, so only its bare step is compared.
-- torch's own shuffle keeps every index in memory, so the hand-written loop shuffles a hundredth of the samples.
+- Accelerate does not reduce logged values, so it is compared only without logging.
+- torch's own shuffle stores every index in memory, so the hand-written loop shuffles a hundredth of the samples.
+- "Promised" is the limit that lockstep aims for.
 
 ![Overhead of a step over a hand-written loop](overhead.png)
 """

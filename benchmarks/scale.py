@@ -206,38 +206,39 @@ def page(rows: Sequence[Row], wait: int) -> str:
     most = rows[-1]
     return f"""# Scaling to a thousand nodes
 
-This page shows how lockstep's supervision and messages scale with the number of nodes, for users of large clusters.
+This page shows how lockstep's supervision of ranks (processes) and its messages scale with the number of nodes.
 Written by `python benchmarks/scale.py` (Python {platform.python_version()}, torch {torch.__version__},
 {os.cpu_count()} CPU cores).
 
 ## Start, hangs and failures
 
-All nodes run in one process. The supervisors, connections and messages are
-lockstep's own, and {RANKS_PER_NODE} ranks
-on each node are simulated (`tests.tools.scale`).
-For the hang, all ranks but one wait in an all-reduce for {wait} s, with
+Each node has a supervisor, which watches the ranks of its node. In this benchmark all nodes run in one process. The
+supervisors, connections and messages are lockstep's own. The {RANKS_PER_NODE} ranks of each node are simulated
+(`tests.tools.scale`). For the hang, all ranks but one wait in an all-reduce for {wait} s, with
 `hang_timeout={TIMEOUT:.0f}`. The benchmark fails if a healthy node is lost or a wrong rank is named.
 
 {table(rows)}
 
 ![Load of node 0, and time until all nodes know of a failure](scale.png)
 
-All nodes are connected to node 0, and only to node 0. So the traffic of node 0 grows with the number of nodes N, but
-that of other nodes does not.
+Each node is connected to node 0, and to no other node. So the traffic of node 0 grows with the number of nodes N. The
+traffic of the other nodes does not.
 
 - **Start:** each node connects to node 0. This takes 2 messages for a node, and 2(N-1) for node 0.
-- **Hang, while ranks wait:** a node sends at most one message a second. When ranks begin to wait, nothing is sent for
+- **Hang, while ranks wait:** a node sends at most one message a second. When ranks start to wait, nothing is sent for
   2 s plus one second for each 256 ranks, but at most for half of `hang_timeout`. Then each node reports changes of its
   ranks at once, and "no change" every 2 s. Node 0 polls the nodes every 2 s.
-- **Hang, proof by stacks:** if all ranks seem to wait, node 0 asks all nodes twice for the stacks of their ranks, and
-  each node sends one answer. If the stacks prove nothing, node 0 asks again after 1 s, 3 s, and so on up to a minute.
-- **Hang, comparison of the ranks:** node 0 passes once over the newest records of all ranks. It spends 4 % of a
-  core on this, so with thousands of ranks it compares them only every few seconds.
-- **Failure:** one report is sent to node 0, and one message from node 0 to each node.
+- **Hang, proof by stacks:** if all ranks seem to wait, node 0 requests the stacks of all ranks twice, and each node
+  sends one answer to each request. If the stacks prove nothing, node 0 requests them again after 1 s, 3 s, and so on
+  up to a minute.
+- **Hang, comparison of the ranks:** node 0 compares the newest records of all ranks in one pass. It uses at most 4 % of
+  a core for this, so with thousands of ranks it compares them only every few seconds.
+- **Failure:** the node of the failed rank sends one report to node 0. Node 0 sends one message to each node.
 - **Lost node:** the operating system closes the node's connection. Then node 0 sends one message to each other node.
 - **End:** each node sends one message.
-- **Rendezvous:** ranks of an elastic run on several nodes agree on their attempt without polling, with
-  {most.requests["another rank"]} requests of each rank, and 4 of rank 0 for each of them.
+- **Rendezvous:** in an elastic run on several nodes, the ranks agree on the number of the attempt without polling. Each
+  rank makes {most.requests["another rank"]} requests, and rank 0 makes 4 requests for each rank (here counted with one
+  rank on each node).
 
 [Failures](failures.md) describes the same failures with real ranks.
 """
@@ -251,25 +252,28 @@ def second_part(ranks: str, measured: str) -> str:
     return f"""{BETWEEN}
 Written by `python benchmarks/scale.py --between-ranks` (Python {platform.python_version()}, torch {torch.__version__}).
 
-The messages of lockstep's own code are counted, sent and received, with all ranks simulated in one process
-(`tests.tools.scale_messages`), {RANKS_PER_NODE} ranks on a host. Each result is compared with the correct one.
+The table counts the messages of lockstep's own code that a rank sends and receives. All ranks are simulated in one
+process (`tests.tools.scale_messages`), with {RANKS_PER_NODE} ranks on a host. Each result is compared with the
+correct one. "Depth" is the largest number of messages that have to be sent one after another.
 
 {ranks}
 
-- **Logged values:** ranks reduce in groups of eight along a tree. The tree has log8(ranks) levels, in each of which a
-  rank gets at most 7 messages. Then gloo broadcasts the result. With up to 8 ranks, and between GPUs (NCCL), one
-  all_gather is used instead.
-- **Agreement over hosts:** ranks of a host agree in a page of shared memory. Hosts exchange messages of 0.5 KB. Up to
-  8 hosts exchange them directly, more hosts along a tree with groups of eight. Ranks agree once every 8 accumulation
-  windows, or every 50 ms, or less often if agreeing would take more than a tenth of the time.
-- **Custom samplers:** each rank draws all indices of the sampler and keeps its own part.
+- **Logged values:** ranks reduce in groups of eight along a tree. The tree has log8(ranks) levels. In each level a rank
+  gets at most 7 messages. Then gloo broadcasts the result. With up to 8 ranks, and between GPUs (NCCL), one all_gather
+  is used instead.
+- **Agreement over hosts:** ranks agree to stop, to save or to handle a signal. Ranks of a host agree in a page of
+  shared memory. Hosts exchange messages of 0.5 KB: up to 8 hosts directly, more hosts along a tree with groups of
+  eight. Ranks agree once every 8 accumulation windows (optimizer steps) or every 50 ms. If this would take more than
+  a tenth of the time, they agree less often.
+- **Custom samplers:** each rank draws all indices of the sampler and uses its own part.
 
 Real ranks on two simulated hosts, with a model of 2.9 MB:
 
 {measured}
 
-Reduced gradients are the same on all ranks, so no rank sends them, and the file contains them once. The agreement uses
-the connections of torch's group. The connections of torch and gloo, one between each two ranks, are not measured here.
+The checkpoint is saved within an accumulation window. Reduced gradients are the same on all ranks, so no rank sends
+them, and the file contains them once. The agreement uses the connections of torch's group. The connections of torch
+and gloo, one between each two ranks, are not measured here.
 """
 
 

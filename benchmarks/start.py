@@ -266,23 +266,27 @@ def page(text: str, rounds: int, load: tuple[float, float]) -> str:
     about = f"Python {platform.python_version()}, torch {version('torch')}, {os.cpu_count()} CPU cores"
     return f"""# Startup time
 
-This page compares how fast a run on two ranks starts with each start method, for users who start many short runs.
+This page compares how fast a run on two ranks (processes) starts with each start method.
 Written by `python benchmarks/start.py --rounds {rounds}`
 ({about}; load average {load[0]:.1f} before, {load[1]:.1f} after).
 
 {text}
 
-- `ddp` runs the script once for each rank. The process that you start is itself one of the ranks. With
-  torchrun you start torchrun's agent, which is one more process that has to import torch.
+- `ddp` runs the script once for each rank. The process that you start is itself one of the ranks. With torchrun, the
+  process that you start is torchrun's agent, so one more process has to import torch.
 - `ddp_spawn` starts its ranks when `fit` is called, after the script has imported torch.
-- `ddp_fork` copies the calling process. Its ranks start at once and share its memory. A second `fit` starts within
+- `ddp_fork` forks the calling process. The ranks start at once and share memory with it. A second `fit` starts within
   tenths of a second.
 
 The time is measured from the start of the process to the end of the last rank's first optimizer step. The model is a
 small network on the CPU, with gloo, without logger and callbacks. Each of the {rounds} rounds runs every method once,
-in a different order, after one round that fills the file caches. Figures are medians; a ratio is the median of the
-rounds' ratios, with its 90 % interval in brackets. CPU is the CPU time of all processes, including their exit. PSS is
-the memory of all processes after the first step, measured in a separate run; shared memory is counted once.
+in a different order, after one round that fills the file caches. The columns of the table:
+
+- Times are medians. The "smallest" columns show the minimum.
+- "× hand-written, torchrun" is the median of the rounds' ratios to that row, with its 90 % interval in brackets.
+- "CPU, s" is the CPU time of all processes, including their exit.
+- "PSS, MiB" is the memory of all processes after the first step, measured in a separate run. Shared memory is counted
+  once.
 """
 
 

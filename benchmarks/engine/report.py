@@ -196,25 +196,27 @@ def of_gpu(found: Found) -> list[str]:
 SECTIONS: dict[str, tuple[str, str, Callable[[Found], list[str]]]] = {
     "cost": (
         "Overhead of the reducer",
-        "CPU time that the reducer adds to zero_grad and backward of 200 small tensors, in one process that sends "
-        "nothing. “Of minima”:\nthe difference of the smallest times instead of the median of the differences.",
+        "The reducer is the object that reduces gradients. The table shows the CPU time that it adds to zero_grad and "
+        "backward of 200 small tensors, in one process that sends nothing. A value is the median of the differences. "
+        "“Of minima” is the difference of the smallest times instead.",
         of_cost,
     ),
     "tcp": (
         "Over TCP",
-        "Time of a step (zero_grad, forward, backward, SGD) on two ranks, with gloo on the loopback device.",
+        "The table shows the time of a step (zero_grad, forward, backward, SGD) on two ranks, with gloo on the "
+        "loopback device. “Views” is torch's class with `gradient_as_bucket_view=True`.",
         of_tcp,
     ),
     "shared": (
         "Through shared memory",
-        "The time of the same step, divided by that of a step without reduction in the same round. "
-        "The time of the slower rank is used.",
+        "A ratio is the time of the same step, divided by the time of a step without reduction (a local step) in the "
+        "same round. The time of the slower rank is used.",
         of_shared,
     ),
     "bits": (
         "Equal bits",
-        "Gradients of several steps compared with torch's. With three or more ranks gloo's sums depend on the layout "
-        "of buckets; “laid out” uses torch's offsets.",
+        "Gradients of several steps are compared with those of torch's class. With three or more ranks, gloo's sums "
+        "depend on the layout of the buckets. In the rows “laid out”, lockstep's buckets have the layout of torch's.",
         of_bits,
     ),
     "wire": (
@@ -261,10 +263,13 @@ def write(figures: Found, folder: Path, command: str) -> None:
 This page compares lockstep's DDP engine with torch's, in time, bytes and memory, for users who choose between them.
 Written by {command}.
 
-Times are paired: each round runs every method once, from a common start. The order of the methods
-differs between rounds. A ratio is the median of
-the rounds' ratios, with the bounds of its 90 % interval (order statistics) in brackets. Ranks are processes on one
-machine with one computing thread each. Each section ends with the load average at its start and end.
+Times are paired: each round runs every method once, from a common start. The order of the methods differs between
+rounds. A ratio is the median of the rounds' ratios, with the bounds of its 90 % interval (order statistics) in
+brackets.
+
+Ranks are processes on one machine with one computing thread each. A bucket is a flat buffer with the
+gradients of several parameters. "Promised" is the limit that lockstep aims for. Each section ends with the load
+average at its start and end.
 
 ![Ratios, and loss over time](ddp-speed.png)
 """

@@ -170,43 +170,44 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Found], list[str]]]] = {
     ),
     "elsewhere": (
         "Failures under ddp_spawn, torchrun and on two nodes",
-        "Under torchrun the last line is the one before torchrun's own report, which always comes last and whose lines "
-        "count.",
+        "torchrun always prints its own report last. Under torchrun, the column “last line” therefore shows the line "
+        "before this report, but the lines of the report are counted.",
         of_elsewhere,
     ),
     "hangs": (
         "Hangs and mismatched collectives",
-        "The promise: the ranks are reported with their lines within "
-        f"`hang_timeout` + {verdict.SLACK:g} s after they diverged. Then the run ends, unless a rank is only busy. On "
-        "devices whose collectives return when they are queued, as NCCL's do, unfinished work is detected within "
-        "1.5 s, and a late rank is reported that much later. Ranks that wait for each other in a circle are not enough "
-        "to end the run there, because a queue may still advance.",
+        "The promise: a message with each rank and the line where it waits is printed within "
+        f"`hang_timeout` + {verdict.SLACK:g} s after the ranks diverged. Then the run ends, unless a rank is only "
+        "busy.\n\nOn some devices collectives return when they are queued, as NCCL's do. There, unfinished work is "
+        "detected within 1.5 s, and a late rank is reported up to 1.5 s later. If ranks wait for each other in a "
+        "circle, this alone does not end the run there, because a queue may still advance.",
         of_hangs,
     ),
     "nodes": (
         "Failures and hangs on two nodes",
-        "Two nodes of one rank each, started by hand with NODE_RANK on this machine. The promises are the same, and "
-        "hold for the last line on both screens. If a script fails before its Trainer, only its own node reports it; "
-        "the other waits until the rendezvous times out.",
+        "Two nodes with one rank each were started by hand with NODE_RANK on this machine. The promises are the same, "
+        "for the last line on both screens. If a script fails before it creates its Trainer, only its own node reports "
+        "the error; the other node waits until the rendezvous times out.",
         of_nodes,
     ),
     "healthy": (
         "No false alarms",
-        "In this run ranks repeatedly wait for each other for 1.5 times `hang_timeout`: one of them has a slow step, "
-        "reads a slow sample, validates longer, or works alone at the end of an epoch. The promise: the run completes, "
-        "and the only report is that one rank is busy and the other waits for it.",
+        "In this run one rank repeatedly waits for the other for 1.5 times `hang_timeout`. The other rank has a slow "
+        "step, reads a slow sample, validates longer, or works alone at the end of an epoch. The promise: the run "
+        "completes, and the only messages report that one rank is busy and the other waits for it.",
         of_healthy,
     ),
     "gate": (
         "What hang detection costs",
         "The start and end of each collective of torch.distributed are recorded in memory that outlives the rank. The "
-        "table shows processor time of the calling thread with and without this, in turns: the minimum of 40 rounds of "
-        "500 calls.",
+        "table shows the processor time that this adds to a call, in the calling thread. Calls with and without "
+        "recording alternate, and each time is the minimum of 40 rounds of 500 calls.",
         of_gate,
     ),
     "peers": (
         "Compared with Lightning",
-        "The same scripts with `import lightning.pytorch`. Times are until the last process has ended.",
+        "The same scripts were run with `import lightning.pytorch`. Times are measured until the last process has "
+        "ended.",
         of_peers,
     ),
 }
@@ -225,7 +226,7 @@ def page(figures: Found, command: str) -> str:
     timeout = figures["hangs"]["found"]["timeout"]
     about = f"""# Failures and hangs: what is reported
 
-This page explains the messages that lockstep prints when a rank fails or hangs, and shows how fast they come.
+This page explains the messages that are printed when a rank (process) fails or hangs, and shows how fast they come.
 Written by {command}.
 
 ```
@@ -235,15 +236,19 @@ lockstep: rank 1 failed first, at fails.py:88: KeyError: 'no such label'
 **Failures.** The last line on stderr is the first cause: the rank, the file and line, and the error. All other ranks
 are ended. Resume with `ckpt_path="last"`, or let [lockstep run](run.md) restart the ranks.
 
-**Hangs.** `Trainer(hang_timeout=60.0)`, the default, reports after 60 s of waiting which rank waits where, and what the
-others do. If the ranks have provably diverged, the run ends at once. Otherwise it ends after `hang_kill=1800.0` s. With
-`hang_timeout=None` nothing is reported, and with `hang_kill=None` such a run never ends.
+**Hangs.** A message reports which rank waits where, and what the other ranks do. With `Trainer(hang_timeout=60.0)`, the
+default, it is printed after 60 s of waiting; with `hang_timeout=None`, never.
 
-In the tables each row is a training script with two or more ranks, started as a user would, at a terminal, in a new
-folder. At the 20th step one rank fails, or does something different from the others. Times are measured, and lines
-counted, from that moment; for failures until the last process has ended. With several runs,
-seconds are the median, with the worst in brackets, and "kept" means that every
-run kept the promise. In the tables of hangs `hang_timeout` is {timeout:g} s.
+- If it is proven that the ranks can never continue, the run ends at once.
+- Otherwise the run ends after `hang_kill=1800.0` s. With `hang_kill=None` it does not end.
+
+In the tables, each row is a training script with two or more ranks, started in a new folder at a terminal, as a user
+would start it. At the 20th step one rank fails, or does something that the other ranks do not do. Times are measured
+from this moment, for failures until the last process has ended. Lines are counted from the same moment.
+
+If a row was
+run several times, its seconds are the median, with the maximum in brackets, and "kept" means that every run kept the
+promise. In the tables of hangs `hang_timeout` is {timeout:g} s.
 """
     return "\n".join([about, *(section(name, figures[name]) for name in SECTIONS if name in figures)])
 

@@ -23,15 +23,15 @@ def _flags(**flags: Any) -> dict[str, Any]:
 
 TAKEN_OUT = [
     Row(
-        "ModelCheckpoint saves a step after the module's on_train_batch_end, so that the checkpoint holds what the "
-        "hook changes; Lightning's saves before it.",
+        "ModelCheckpoint saves after the module's on_train_batch_end, so the checkpoint contains the changes of the "
+        "hook; in Lightning it saves before the hook.",
         PAGE,
         replace(PLAIN, callbacks=(("ModelCheckpoint", {"every_n_train_steps": 1}),)),
         causes.ends_in_batch_end,
         take=causes.saved_before_own,
     ),
     Row(
-        "A name that only some steps log is shown for those steps; Lightning repeats its last value.",
+        "A value that is logged only in some steps is reported only for these steps; Lightning repeats the last value.",
         PAGE,
         replace(PLAIN, logs=(LOSS, Log("training_step", "a", "module", {}, every=2))),
         take=causes.without_repeated,
@@ -44,7 +44,7 @@ TAKEN_OUT = [
         take=causes.without_sanity_of_resumed,
     ),
     Row(
-        "The on_save_checkpoint of callbacks also runs for files that hold only weights, since it may replace the "
+        "on_save_checkpoint of callbacks also runs for files that contain only weights, because it may replace the "
         "weights.",
         PAGE,
         replace(PLAIN, callbacks=(("ModelCheckpoint", {"save_weights_only": True}),)),
@@ -57,19 +57,19 @@ TAKEN_OUT = [
         take=causes.without_saves_of_weights,
     ),
     Row(
-        "WeightAveraging copies the layers when training starts; Lightning calls configure_model in its setup for it.",
+        "WeightAveraging copies the layers when training starts; in Lightning, its setup calls configure_model.",
         PAGE,
         replace(PLAIN, callbacks=(("EMAWeightAveraging", {"decay": 0.5}),)),
         take=causes.without_early_configure_model,
     ),
     Row(
-        "A module's on_load_checkpoint is also called for the weights that train next to an average.",
+        "With WeightAveraging, a module's on_load_checkpoint is also called for the current (not averaged) weights.",
         PAGE,
         replace(PLAIN, calls=("fit", "resume"), callbacks=(("EMAWeightAveraging", {"decay": 0.5}),)),
         take=causes.without_load_of_trained_weights,
     ),
     Row(
-        "A resumed fit has the metrics of its checkpoint.",
+        "After a resume, callback_metrics contains the metrics of the checkpoint.",
         PAGE,
         replace(PLAIN, calls=("fit", "resume"), logs=(LOSS, Log("on_train_epoch_end", "a", "module", {}))),
         causes.named_by_known,
@@ -88,7 +88,8 @@ TAKEN_OUT = [
 ROWS = [
     *TAKEN_OUT,
     Row(
-        "A resumed fit trains what was thawed; Lightning's finetuning freezes it again for good.",
+        "A resumed fit trains layers that a finetuning callback has unfrozen; in Lightning, they are frozen again and "
+        "stay frozen.",
         PAGE,
         replace(
             PLAIN,
@@ -100,16 +101,17 @@ ROWS = [
         then="numbers",
     ),
     Row(
-        "WeightAveraging keeps the current weights for a checkpoint that is saved after the fit, and saves nothing "
-        "before training; Lightning saves the average as both, and the first weights.",
+        "With WeightAveraging, a checkpoint that is saved after the fit also contains the current weights; in "
+        "Lightning, it contains the average in their place. Before training, no average is saved; Lightning saves the "
+        "first weights.",
         PAGE,
         replace(PLAIN, calls=("fit", "resume"), callbacks=(("EMAWeightAveraging", {"decay": 0.5}),)),
         causes.of_averaging,
         then="numbers",
     ),
     Row(
-        "With 64-true and 16-bit precision, the weights of a checkpoint keep their bits; Lightning loads them into "
-        "float32 and casts them afterwards.",
+        "With 64-true and 16-bit precision, the weights of a checkpoint are loaded bit for bit; Lightning loads them "
+        "into float32 and casts them afterwards.",
         PAGE,
         replace(PLAIN, flags=_flags(precision="64-true"), calls=("fit", "resume")),
         lambda program, d, theirs, ours: (
@@ -178,7 +180,8 @@ ROWS = [
         then="numbers",
     ),
     Row(
-        "A training loader without batches is refused by name; Lightning's fit ends without a step.",
+        "A training loader without batches is an error that names the loader; in Lightning, the fit ends without a "
+        "step.",
         PAGE,
         replace(PLAIN, train="drop_last", train_samples=(1, 1)),
         lambda program, d, theirs, ours: causes.refused(ours, "has no batches"),
@@ -195,8 +198,8 @@ ROWS = [
         ),
     ),
     Row(
-        "The last batch of a loader without a length is recognized, and its window is stepped; with a limit, "
-        "Lightning waits for that limit.",
+        "The last batch of a loader without a length is recognized, and the optimizer steps after it; with a limit of "
+        "batches, Lightning steps only at the limit.",
         PAGE,
         replace(PLAIN, train="iterable", flags=_flags(limit_train_batches=5)),
         causes.ends_before_limit,
@@ -225,7 +228,8 @@ ROWS = [
         causes.algorithm,
     ),
     Row(
-        "Numbers of batches belong to the current call: they are infinite or empty until its loaders are created.",
+        "trainer.num_training_batches and similar attributes belong to the current call: they are infinite or empty "
+        "until the loaders of the call are created.",
         PAGE,
         replace(PLAIN, calls=("fit", "fit on")),
         lambda program, d, theirs, ours: (
@@ -240,14 +244,16 @@ ROWS = [
         then="all",
     ),
     Row(
-        "A call without a module uses the weights of the last fit if no checkpoint was kept; Lightning raises.",
+        "A call without a module uses the weights of the last fit if there is no checkpoint; Lightning raises an "
+        "error.",
         PAGE,
         replace(PLAIN, calls=("fit", "test untold")),
         lambda program, d, theirs, ours: d.call.endswith("untold") and "raised" in causes.end(theirs, d.call),
         then="all",
     ),
     Row(
-        "Flags that contradict each other are refused by name: min_epochs above max_epochs, min_steps above max_steps.",
+        "Flags that contradict each other are an error that names both: min_epochs above max_epochs, min_steps above "
+        "max_steps.",
         PAGE,
         replace(PLAIN, flags=_flags(min_epochs=3)),
         lambda program, d, theirs, ours: causes.refused(ours, "the minimum exceeds the maximum"),
@@ -255,7 +261,8 @@ ROWS = [
     ),
     Row(
         "A monitored name that was never logged is an error, also if there are no validation batches (with "
-        "limit_val_batches=0 a warning) or a save by steps or time waits for it; Lightning warns and saves nothing.",
+        "limit_val_batches=0 a warning), or if a save by steps or time waits for the value; Lightning gives a warning "
+        "and saves nothing.",
         PAGE,
         replace(PLAIN, val_loaders=(), callbacks=(("ModelCheckpoint", {"monitor": "val"}),)),
         lambda program, d, theirs, ours: (
@@ -267,7 +274,7 @@ ROWS = [
         then="all",
     ),
     Row(
-        "LearningRateMonitor omits what an optimizer does not have; Lightning's raises a KeyError.",
+        "LearningRateMonitor omits values that an optimizer does not have; in Lightning, it raises a KeyError.",
         PAGE,
         replace(PLAIN, optimizers=("lbfgs",), callbacks=(("LearningRateMonitor", {"log_weight_decay": True}),)),
         lambda program, d, theirs, ours: causes.has(program, "LearningRateMonitor") and "KeyError" in str(theirs.ends),
@@ -281,8 +288,8 @@ ROWS = [
         then="all",
     ),
     Row(
-        "An evaluation of a checkpoint with an average uses the average; Lightning's, in the Trainer of the fit, "
-        "uses the current weights.",
+        "An evaluation of a checkpoint with an average uses the average; in Lightning, it uses the current weights if "
+        "the Trainer is that of the fit.",
         PAGE,
         replace(
             PLAIN,
@@ -301,7 +308,7 @@ ROWS = [
         then="numbers",
     ),
     Row(
-        "A save by steps or time that waits for its metric happens when the metric is available; Lightning's at a "
+        "A save by steps or time that waits for its metric happens when the metric is available; in Lightning, at a "
         "validation.",
         PAGE,
         replace(
@@ -311,7 +318,7 @@ ROWS = [
         then="all",
     ),
     Row(
-        "LearningRateMonitor logs once per update; Lightning's once per micro-batch of the window.",
+        "LearningRateMonitor logs once per update; in Lightning, once per micro-batch of the window.",
         PAGE,
         replace(
             PLAIN,
@@ -323,28 +330,30 @@ ROWS = [
         causes.rate_of_window,
     ),
     Row(
-        "A fit that is stopped within an accumulation window ends with the window; Lightning drops its gradients.",
+        "A fit that is stopped within an accumulation window ends at the end of the window; Lightning discards the "
+        "gradients of the window.",
         PAGE,
         replace(PLAIN, flags=_flags(accumulate_grad_batches=3), acts=(Act("stop", "training_step", 2),)),
         causes.stopped_at_boundary,
         then="all",
     ),
     Row(
-        'ckpt_path="last" takes the newest checkpoint if none is called last; Lightning starts from the beginning.',
+        'With ckpt_path="last", the newest checkpoint is used if none is called last; Lightning starts from the '
+        "beginning.",
         PAGE,
         replace(PLAIN, calls=("fit", "resume last"), callbacks=(("ModelCheckpoint", {"dirpath": "kept"}),)),
         causes.newest_as_last,
         then="all",
     ),
     Row(
-        "fast_dev_run saves nothing; Lightning's save_last writes a file at the end of training.",
+        "With fast_dev_run nothing is saved; in Lightning, save_last writes a file at the end of training.",
         PAGE,
         replace(PLAIN, flags=_flags(fast_dev_run=1), callbacks=(("ModelCheckpoint", {"save_last": True}),)),
         causes.dry_run_saves,
         then="all",
     ),
     Row(
-        "last.ckpt is the newest state at each save; in Lightning only if that state is among the best.",
+        "last.ckpt is updated at each save; in Lightning, only if the checkpoint is among the best.",
         PAGE,
         replace(PLAIN, callbacks=(("ModelCheckpoint", {"monitor": "loss", "mode": "max", "save_last": True}),)),
         causes.newest_is_last,
@@ -364,14 +373,14 @@ ROWS = [
         causes.unfinished,
     ),
     Row(
-        "A KeyboardInterrupt raised in a hook leaves the call; Lightning exits the process with code 1.",
+        "A KeyboardInterrupt that a hook raises is raised from the call; Lightning exits the process with code 1.",
         PAGE,
         replace(PLAIN, acts=(Act("interrupt", "training_step", 2),)),
         causes.interrupted,
     ),
     Row(
-        "save_top_k=-1 keeps every file and adds a version to equal names; Lightning, if nothing is monitored, "
-        "overwrites one file.",
+        "With save_top_k=-1 every file is kept, and a version is added to equal names; if nothing is monitored, "
+        "Lightning overwrites one file.",
         PAGE,
         replace(
             PLAIN, callbacks=(("ModelCheckpoint", {"save_top_k": -1, "filename": "best", "every_n_train_steps": 2}),)
@@ -380,7 +389,7 @@ ROWS = [
     ),
     Row(
         "Without validation, ModelCheckpoint and EarlyStopping act at the end of each epoch, also with "
-        "check_val_every_n_epoch and val_check_interval; Lightning's do nothing.",
+        "check_val_every_n_epoch and val_check_interval; in Lightning, they do nothing.",
         PAGE,
         replace(
             PLAIN,
@@ -392,8 +401,8 @@ ROWS = [
         then="all",
     ),
     Row(
-        "Values that a step logged before it fails can be read after the failure; in Lightning, those of the step "
-        "before.",
+        "If a step fails, callback_metrics contains the values that it logged before the failure; in Lightning, those "
+        "of the preceding step.",
         PAGE,
         replace(PLAIN, acts=(Act("raise", "on_after_backward", 2),)),
         lambda program, d, theirs, ours: (
@@ -401,23 +410,23 @@ ROWS = [
         ),
     ),
     Row(
-        "A save at the validation that ends an epoch waits for the epoch's training mean, and a missing name is "
-        "reported there; Lightning uses an older mean, or raises.",
+        "If a save monitors an epoch's training mean at the last validation of the epoch, it waits for this mean, and "
+        "a missing name is reported there; Lightning uses an older mean, or raises an error.",
         PAGE,
         replace(PLAIN, callbacks=(("ModelCheckpoint", {"monitor": "loss_epoch", "save_on_train_epoch_end": False}),)),
         causes.waits_for_mean,
         then="all",
     ),
     Row(
-        "An optimizer that needs the loss is an error that names it if training_step returned None; Lightning "
+        "If training_step returns None and the optimizer needs the loss, an error names the optimizer; Lightning "
         "raises a TypeError.",
         PAGE,
         replace(PLAIN, optimizers=("lbfgs",), acts=(Act("skip", "training_step", 2),)),
         causes.without_loss,
     ),
     Row(
-        "A save by steps or time without a preceding validation records the step of its value, and ranks below "
-        "saves with a value of their own.",
+        "A save by steps or time without a preceding validation records the step at which its value was measured. It "
+        "ranks below saves whose value was measured with their own weights.",
         PAGE,
         replace(
             PLAIN,
@@ -428,8 +437,8 @@ ROWS = [
         then="all",
     ),
     Row(
-        "An evaluation leaves ModelCheckpoint.last_model_path as it was; Lightning sets it to what it was when the "
-        "evaluated checkpoint was saved.",
+        "An evaluation does not change ModelCheckpoint.last_model_path; Lightning sets it to the value that is saved "
+        "in the evaluated checkpoint.",
         PAGE,
         replace(
             PLAIN,

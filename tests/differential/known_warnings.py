@@ -25,27 +25,31 @@ def _ours(topic: str, program: Program, d: Difference, theirs: Record, ours: Rec
 SAVED_MID_EPOCH = ("ModelCheckpoint", {"every_n_train_steps": 1, "save_top_k": -1})
 FEWER: dict[str, tuple[str, Program]] = {
     "averaging of made layers": (
-        "No warning from WeightAveraging about layers of configure_model: they are copied when training starts.",
+        "WeightAveraging gives no warning about layers of configure_model, because they are copied when training "
+        "starts.",
         replace(PLAIN, callbacks=(("EMAWeightAveraging", {"decay": 0.5}),)),
     ),
     "batch size": (
-        "Batches weigh by the samples that the loader drew: no size is guessed from tensors, so no warning about it.",
+        "Batches are weighted by the samples that the loader drew. No batch size is guessed, so there is no warning "
+        "about it.",
         replace(PLAIN, train="list min_size", train_samples=(3, 5)),
     ),
     "hooks of transfer": (
-        "No warning if both the module and a data module define transfer hooks; the data module's come first.",
+        "No warning if both the module and a data module define transfer hooks; those of the data module take "
+        "precedence.",
         replace(PLAIN, data="data module", hooks="working"),
     ),
     "saves in manual optimization": (
-        "No warning about saves in manual optimization: they hold the weights after the step, as any other.",
+        "No warning about saves in manual optimization, because they contain the weights after the step, as all saves "
+        "do.",
         replace(PLAIN, manual=True, callbacks=(SAVED_MID_EPOCH,)),
     ),
     "folder of checkpoints": (
-        "No warning about a folder that holds checkpoints, since none of them is overwritten.",
+        "No warning about a folder that contains checkpoints, because none of them is overwritten.",
         replace(PLAIN, calls=("fit", "fit on"), callbacks=(("ModelCheckpoint", {}),)),
     ),
     "scheduler of SWA": (
-        "No warning if SWA replaces a scheduler by step.",
+        "No warning if StochasticWeightAveraging replaces a scheduler that steps in every step.",
         replace(
             PLAIN,
             schedulers=(Scheduler("step", {"interval": "step"}),),
@@ -53,15 +57,15 @@ FEWER: dict[str, tuple[str, Program]] = {
         ),
     ),
     "no module": (
-        "A call without a module logs its choice of weights as information, not as a warning.",
+        "A call without a module logs which weights it uses, and gives no warning.",
         replace(PLAIN, calls=("fit", "test untold"), callbacks=(("ModelCheckpoint", {}),)),
     ),
     "overfit and shuffled": (
-        "No warning about shuffling with overfit_batches and an iterable data set, which does not shuffle.",
+        "No warning about shuffling with overfit_batches and an iterable data set, because it is not shuffled.",
         replace(PLAIN, train="iterable", flags={**PLAIN.flags, "overfit_batches": 1}),
     ),
     "no momentum": (
-        "No warning about log_momentum with an SGD and an Adam: each has one, as momentum or as betas.",
+        "No warning about log_momentum with SGD and Adam, because each of them has a momentum (momentum or betas).",
         replace(
             PLAIN, manual=True, optimizers=("sgd", "adam"), callbacks=(("LearningRateMonitor", {"log_momentum": True}),)
         ),
@@ -69,7 +73,7 @@ FEWER: dict[str, tuple[str, Program]] = {
 }
 MORE: dict[str, tuple[str, Program]] = {
     "nothing left to train": (
-        "A resumed fit that has nothing left to train warns.",
+        "A resumed fit without any steps left gives a warning.",
         replace(PLAIN, flags={**PLAIN.flags, "max_steps": 2}, calls=("fit", "resume")),
     ),
     "uneven loaders": (
@@ -82,11 +86,12 @@ MORE: dict[str, tuple[str, Program]] = {
         ),
     ),
     "loaders that stay": (
-        "reload_dataloaders_every_n_epochs warns if the loaders are objects, which stay the same.",
+        "reload_dataloaders_every_n_epochs gives a warning if the loaders were passed as objects, because they stay "
+        "the same.",
         replace(PLAIN, data="arguments", flags={**PLAIN.flags, "reload_dataloaders_every_n_epochs": 1}),
     ),
     "no effect": (
-        "A flag without effect next to another flag gives a warning.",
+        "A flag that has no effect because of another flag gives a warning.",
         replace(PLAIN, flags={**PLAIN.flags, "overfit_batches": 1, "limit_train_batches": 2}),
     ),
 }
