@@ -259,7 +259,7 @@ def check(checkpoint: Mapping[str, Any], module: nn.Module, parameters: Mapping[
 
 
 def hashes_of(parameters: Mapping[str, Tensor]) -> list[int | None]:
-    """Return a 64-bit hash of each parameter; equal for every sharding. Collective.
+    """Return a 64-bit hash of each parameter, independent of the sharding. Collective.
 
     Each rank hashes its own parts, and the results are added. A replicated part counts once, with the first rank's
     value. The hash is None for a parameter that cannot be read (lazy, or of a custom class).

@@ -302,7 +302,7 @@ class Supervisor:
         return self._first is None and bool(self._processes.failed or self._exit_causes)
 
     def _find_cause(self) -> None:
-        """Report the first cause if it has become certain. Otherwise, query the other nodes once."""
+        """Report the first cause if it has become certain. Otherwise, query other nodes once about lost connections."""
         if not self._is_open():
             return
         found: First | None

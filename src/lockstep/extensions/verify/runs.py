@@ -22,7 +22,7 @@ _MAX_ENTRIES = 3000
 
 @dataclass(frozen=True)
 class Request:
-    """Request to verify a script.
+    """Settings of a verification: the script, the number of ranks and steps, and time limits.
 
     Attributes:
         words: the script and its arguments, or ``-m``, a module and its arguments.
@@ -101,7 +101,7 @@ class Runs:
     def on_one(
         self, ranks: Recording, *overrides: str, order: tuple[int, ...] = (), deduplicated: tuple[int, ...] = ()
     ) -> Recording:
-        """Run the script as one process that is fed the samples of ``ranks``.
+        """Run the script as one process, on the samples that the recording ``ranks`` contains.
 
         Args:
             ranks: recording of the run on ranks.
