@@ -299,7 +299,7 @@ def _part_of(parameter: Any) -> tuple[Tensor, list[int], Sequence[int]]:
 
 
 def _hash(part: Tensor, begins: Sequence[int], shape: Sequence[int]) -> int:
-    """Return the sum of hashes of a part's elements; each depends on the element's bits and position."""
+    """Return the sum of the hashes of a part's elements. Each hash depends on the element's bits and position."""
     if not part.dim():
         part, begins, shape = part.reshape(1), [0], (1,)
     rows = max(1, PIECE // max(1, part[0].numel()))

@@ -227,7 +227,7 @@ class LoaderSource(ABC):
         return ((batch, float(self.weights(number)[self.rank])) for number, batch in batches)
 
     def has(self, number: int) -> bool:
-        """Return True if any rank has this micro-batch."""
+        """Return True if micro-batch ``number`` exists on any rank."""
         return number < self.length
 
     def weights(self, number: int) -> Sequence[float]:

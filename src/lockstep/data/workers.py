@@ -1,4 +1,4 @@
-"""Support for loader workers: a recommended number, signals, and errors that explain why a worker died."""
+"""Support for loader workers: how many to use, which signals they block, and errors that explain why one died."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _is_torchs_turn() -> bool:
 
 
 class GatheredGroup(FSDPParamGroup):
-    """Group of parameters that are gathered together, and whose changes are applied to the shards before freeing."""
+    """Parameters that are gathered together. Changes to them are applied to the shards before the group is freed."""
 
     def _to_unsharded(self) -> None:
         if self.is_unsharded:

@@ -232,7 +232,7 @@ class BackwardWatcher:
         self._prepare(self._sync or self._must_reduce)
 
     def reduce_next(self, outputs: object = None) -> None:
-        """Make the next backward reduce gradients, even after forwards in ``no_sync``; see ``prepare_for_backward``."""
+        """Reduce gradients in the next backward, even after forwards without sync; torch's ``prepare_for_backward``."""
         self._must_reduce = True
 
     def _prepare(self, sync: bool) -> None:

@@ -1,4 +1,4 @@
-"""Observer of torch's functions, which shares random numbers, disables dropout, and splits BatchNorm by rank."""
+"""Observer of torch's functions: reuses the ranks' random numbers, disables dropout, and splits BatchNorm by rank."""
 
 from __future__ import annotations
 

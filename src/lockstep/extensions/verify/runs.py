@@ -94,7 +94,7 @@ class Runs:
         return self._run("ranks", settings, after)
 
     def on_simulated(self, world: int, steps: int) -> Recording:
-        """Run the script on ``world`` ranks that exchange nothing, as many at a time as there are cores."""
+        """Run the script on ``world`` simulated ranks that do not communicate, as many at a time as there are cores."""
         settings = replace(self._settings(), world=world, steps=steps, simulated=True)
         return self._run("simulated", settings, together=os.cpu_count() or 1)
 

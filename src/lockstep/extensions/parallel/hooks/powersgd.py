@@ -79,7 +79,7 @@ class PowerSGDState:
         return {"iteration": self.iteration, "memory": self._memory.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the rounds and tensors that this rank saved. The constructor's settings stay unchanged.
+        """Restore the number of rounds and the tensors that this rank saved. The constructor's settings stay unchanged.
 
         Args:
             state: result of :meth:`state_dict` on this rank.
@@ -233,7 +233,7 @@ class _Round:
             torch.mm(p, q.t(), out=matrix.values)
 
     def _average(self, message: Tensor, group: comm.Group, sent: Tensor | None = None) -> None:
-        """Overwrite ``message`` with its mean over the ranks, and its copy ``sent`` with the rounded values sent."""
+        """Overwrite ``message`` with its mean over the ranks, and its copy ``sent`` with the rounded message."""
         if not self.half:
             mean(message, group)
             return
