@@ -121,7 +121,7 @@ class Rows:
 
 
 def part_of(op: str, value: Any, weight: float, micro_batch: float) -> Part:
-    """Return a value as the `Part` that a row stores. For an epoch's mean (micro-batch 0), ``value`` is a sum."""
+    """Convert a value to a row's `Part`. The value of an epoch's mean (micro-batch 0) must be a weighted sum."""
     if weight == 0.0:
         return NEUTRAL[op], 0.0, 0.0
     number = float(value)
@@ -129,7 +129,7 @@ def part_of(op: str, value: Any, weight: float, micro_batch: float) -> Part:
 
 
 def head(names: int, count: int, wants_each_step: bool) -> list[float]:
-    """Return a row's header, with counts and negated counts: a maximum over the ranks then also yields the minimum."""
+    """Return a row's header. The negated hash and count let a maximum over the ranks also yield their minimum."""
     return [float(names), float(count), -float(names), -float(count), float(wants_each_step)]
 
 

@@ -149,7 +149,7 @@ class LogCollector:
         self._combine_on_device, self._device = combined, device
 
     def enter(self, hook: str, dataloader_idx: int = -1) -> None:
-        """Record values that are logged from now on as values of a hook and a loader."""
+        """Assign all values that are logged from now on to this hook and this loader."""
         self.hook = (hook, dataloader_idx)
         self.table = self._tables.get(self.hook)
         if self.table is None and hook in LOGGING:
@@ -419,7 +419,7 @@ class LogCollector:
         return [(entry, value.to(entry.dtype)) for entry, value in zip(fresh, shown, strict=True)]
 
     def _local_parts(self, fresh: list[Entry], read: Reader) -> list[Part]:
-        """Return the numbers that this rank's row stores for each entry. Values on a device are copied together."""
+        """Return this rank's contribution (`Part`) to the reduction of each entry. Device values are copied together."""
         parts = [read(entry) for entry in fresh]
         numbers = floats([value if weight else 0.0 for value, weight, _ in parts])
         return [
@@ -559,7 +559,7 @@ def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
 
 
 def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:
-    """Reduce values that several loaders logged under one name (``add_dataloader_idx=False``), to one total.
+    """Reduce the values that one name has for several loaders (``add_dataloader_idx=False``) to one total.
 
     Raises:
         MisconfigurationException: the loaders log it in different ways.

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers of a run: parsing of ``configure_optimizers``, and wrappers for users."""
+"""Optimizers and schedulers of a run: parsing of ``configure_optimizers``, and wrappers for ``self.optimizers()``."""
 
 from __future__ import annotations
 

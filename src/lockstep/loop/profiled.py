@@ -54,7 +54,7 @@ class Loop(Protocol):
 
 
 class Instruments:
-    """Replaces methods of one Trainer call by timed versions.
+    """Replacement of the methods that a Trainer call uses by timed versions.
 
     Args:
         session: the session, with hooks, loaders and strategy ready, before the loop starts.

@@ -1,4 +1,4 @@
-"""Tensor parallelism combined with data parallelism, as the user's ``configure_model`` splits the module."""
+"""Tensor parallelism combined with data parallelism, for modules that ``configure_model`` parallelizes itself."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SPLIT_ALREADY = (
 
 
 class ModelParallelStrategy(FSDPStrategy):
-    """Strategy with a 2-D mesh of ranks: the ranks in a row share one model, and rows get different samples.
+    """Strategy with a 2-D mesh of ranks: the ranks in a row split one model, and each row gets its own samples.
 
     The module's ``configure_model`` splits it by torch's own functions: ``parallelize_module`` with plans over
     ``self.device_mesh["tensor_parallel"]``, and ``fully_shard`` over ``self.device_mesh["data_parallel"]``. Parameters

@@ -104,7 +104,7 @@ class ShardedStrategy(RankedStrategy):
             leave_meta(module, torch.device("cpu"))
 
     def _watch(self, module: LightningModule, gathered: type[Parameter] | None = None) -> None:
-        """Start recording additions to the module, and synchronizing its buffers.
+        """Start to record parameters that are added to the module, and to synchronize the module's buffers.
 
         Args:
             module: the module of the run.
