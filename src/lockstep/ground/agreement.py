@@ -452,7 +452,7 @@ class HostMaximum:
 
     @waits("agreeing with the other ranks")
     def start(self) -> None:
-        """Start the exchange between leaders (one rank per host). A leader first waits for the rows of its host's ranks."""
+        """Start the exchange between leaders (one rank per host). A leader first waits for its host's ranks."""
         if not self.has_started or self.is_started:
             return
         self.is_started = True

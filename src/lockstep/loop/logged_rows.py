@@ -60,7 +60,7 @@ class Rows:
         return torch.tensor(numbers, dtype=torch.float64)
 
     def make_on(self, device: torch.device, parts: Sequence[tuple[Any, float, int]]) -> Tensor:
-        """Pack values from any device into a row on ``device``, without a hash of their names and without waiting."""
+        """Pack values from any device into a row on ``device`` asynchronously. The row has no hash of the names."""
         far = [isinstance(value, Tensor) and value.device.type != "cpu" for value, *_ in parts]
         known = [(0.0 if there else value, *rest) for there, (value, *rest) in zip(far, parts, strict=True)]
         row = self.make(0, False, [part_of(op, *each) for op, each in zip(self.ops, known, strict=True)])

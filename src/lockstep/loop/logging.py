@@ -372,7 +372,7 @@ class LogCollector:
             metric.reset()
 
     def _computed(self, entries: list[Entry]) -> dict[Key, Any]:
-        """Compute each entry's metric over the ranks, and over the loaders that logged it. Collective."""
+        """Compute each entry's metric over all ranks, and over all loaders for which it was logged. Collective."""
         # entries of one metric are computed once: each `compute` sends the metric's states
         groups: dict[tuple[int, Any], list[Entry]] = {}
         for entry in entries:
@@ -419,7 +419,7 @@ class LogCollector:
         return [(entry, value.to(entry.dtype)) for entry, value in zip(fresh, shown, strict=True)]
 
     def _local_parts(self, fresh: list[Entry], read: Reader) -> list[Part]:
-        """Return this rank's contribution (`Part`) to the reduction of each entry. Device values are copied together."""
+        """Return this rank's contribution (`Part`) to the reduction of each entry. Copies from devices are batched."""
         parts = [read(entry) for entry in fresh]
         numbers = floats([value if weight else 0.0 for value, weight, _ in parts])
         return [

@@ -54,7 +54,7 @@ class Loop(Protocol):
 
 
 class Instruments:
-    """Replacement of the methods that a Trainer call uses by timed versions.
+    """Replaces the methods that one Trainer call runs by timed versions.
 
     Args:
         session: the session, with hooks, loaders and strategy ready, before the loop starts.

@@ -26,7 +26,7 @@ RankCalls = tuple[list[int], str, Note]
 
 
 class Histories:
-    """Comparison of the ranks' notes (records of a collective), updated as new notes arrive."""
+    """Comparison of the ranks' notes (each records one collective), updated as new notes arrive."""
 
     def __init__(self) -> None:
         self._open: dict[CollectiveKey, dict[int, Note]] = {}
@@ -130,7 +130,7 @@ class Traces:
             return trace is not None and trace.reading.is_watched
 
     def waits_since(self, rank: int) -> float | None:
-        """Return the time at which a rank entered its current collective; None if it is in none, or if unknown."""
+        """Return the time at which a rank entered its current collective; None outside a collective, or if unknown."""
         newest = self.newest(rank, 1)
         return newest[0].entered if newest and newest[0].inside and not newest[0].aside else None
 

@@ -383,7 +383,7 @@ class DDPStrategy(RankedStrategy):
         reducer.on_unprepared_grad = unprepared
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Raise if a parameter's gradient is not reduced, even if the parameter bypassed torch's registration. Collective.
+        """Raise if a gradient is not reduced, even if its parameter bypassed torch's registration hooks. Collective.
 
         Raises:
             MisconfigurationException: a parameter is not reduced, or optimizers were replaced under

@@ -90,7 +90,7 @@ def set_waiting_gradient(param: FSDPParam, gradient: Tensor | None) -> None:
 
 
 def reduce_unused_parameters(part: FSDPModule) -> None:
-    """Let ranks contribute zeros to gradients of parameters that their samples did not use.
+    """Make each rank reduce zero gradients for the parameters that its samples did not use.
 
     Otherwise the ranks' reduce-scatters would have different sizes. torch has a switch for this since 2.13.
     """

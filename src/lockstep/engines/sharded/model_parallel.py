@@ -1,4 +1,4 @@
-"""Tensor parallelism combined with data parallelism, for modules that ``configure_model`` parallelizes itself."""
+"""Tensor parallelism combined with data parallelism, for a module that its ``configure_model`` splits."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Let all ranks split rank 0's weights in ``configure_model``, which runs inside the block. Collective.
+        """Make ``configure_model`` split rank 0's weights on all ranks while it runs in the ``with`` block. Collective.
 
         Raises:
             MisconfigurationException: the module has no ``configure_model``, or is already split; or the precision is

@@ -33,7 +33,7 @@ class Shares:
 
     @property
     def fits(self) -> bool:
-        """True if the weighted sum is equal to the gradient, up to rounding."""
+        """True if the weighted sum reproduces the gradient, up to rounding."""
         return self.rest < _FITS
 
     def all_are(self, weight: float) -> bool:

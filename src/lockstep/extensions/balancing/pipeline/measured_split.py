@@ -1,4 +1,4 @@
-"""Exchange of measured times between a pipeline's ranks, to choose which blocks run on which rank.
+"""Exchange of measured times between a pipeline's ranks, to decide how many blocks each rank runs.
 
 A process that drives several devices measures each device, and sends one row for each.
 """
