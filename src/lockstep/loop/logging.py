@@ -54,7 +54,7 @@ Reader = Callable[[Entry], tuple[Any, float, int]]  # (value, weight, the micro-
 
 
 def _place(key: Key) -> tuple[int, Key]:
-    """Return the key by which logged entries are sorted, identically on all ranks."""
+    """Return the sort key of a logged entry, which is identical on all ranks."""
     return _PLACES[key[0]], key
 
 
@@ -221,7 +221,7 @@ class LogCollector:
         return known
 
     def _add_metric(self, entry: Entry, metric: Metric, weight: float) -> None:
-        """Record a torchmetrics object, whose state yields the epoch's value, and the result of its last forward."""
+        """Record a torchmetrics object for the epoch's value, and its last forward's result for the step's value."""
         if entry.metric is not None and entry.metric is not metric and entry.epoch_fresh:
             kind = type(metric).__name__
             raise MisconfigurationException(NEW_METRIC.format(name=entry.key[2], hook=entry.key[0], metric=kind))

@@ -287,7 +287,7 @@ def bring_states(module: nn.Module, device: torch.device) -> None:
 
 
 def generate_together(module: nn.Module) -> None:
-    """Make transformers' ``generate`` continue on every rank until the texts on all ranks have ended.
+    """Make transformers' ``generate`` continue on every rank until the texts on all ranks are complete.
 
     Each call gathers parameters, so if a rank stopped at the end of its own texts, other ranks would wait.
     """

@@ -210,7 +210,7 @@ class _Start:
 
 
 def takes_cluster(main: Callable[..., Any]) -> bool:
-    """Return True if a function's second parameter is for the cluster.
+    """Return True if a function accepts the cluster as its second argument.
 
     Example:
         >>> takes_cluster(lambda hparams: 0), takes_cluster(lambda hparams, cluster: 0)

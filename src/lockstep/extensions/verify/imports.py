@@ -128,7 +128,7 @@ def _agree_alone(module: ModuleType) -> None:
 
 
 def _count_global_batches(settings: Settings, module: ModuleType) -> None:
-    """Multiply lockstep's batch size by the world size, so that one process plans as many micro-batches as a rank."""
+    """Multiply the batch size by the world size, so that one process plans as many micro-batches as each rank."""
     original, ranks = module.Sampling.of, len(list(settings.folder_of_ranks.glob("rank-*")))
 
     def of(*args: Any, **kwargs: Any) -> Any:
