@@ -242,7 +242,7 @@ class Instruments:
 
 
 class _TimedModule:
-    """Proxy for the user's module in an update, with timed optimizer methods."""
+    """Proxy for the user's module that times its optimizer methods during an update."""
 
     def __init__(self, module: LightningModule, instruments: Instruments) -> None:
         self._module = module
