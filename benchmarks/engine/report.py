@@ -270,9 +270,9 @@ def write(figures: Found, folder: Path, command: str) -> None:
 This page compares lockstep's DDP engine with torch's, in time, bytes and memory, for users who choose between them.
 Written by {command}.
 
-Times are paired: each round runs every method once, from a common start. The order of the methods differs between
-rounds. A ratio is the median of the rounds' ratios, with the bounds of its 90 % interval (order statistics) in
-brackets.
+Times are paired: each round runs every method once. All ranks start a method at the same time. The order of the
+methods differs between rounds. A ratio is the median of the rounds' ratios, with the bounds of its 90 % interval (order
+statistics) in brackets.
 
 Ranks are processes on one machine with one computing thread each. A bucket is a flat buffer with the
 gradients of several parameters. "Promised" is the limit that lockstep aims for. Each section ends with the load
