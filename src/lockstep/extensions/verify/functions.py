@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.extensions.verify import float64
 from lockstep.extensions.verify.calls import Calls
+from lockstep.extensions.verify.own_batches import OwnBatches
 from lockstep.extensions.verify.settings import location
 from lockstep.extensions.verify.watch import Watch
 
@@ -57,6 +58,8 @@ class Functions(TorchFunctionMode):
         self._window = (-1, -1)  # update and backward of the newest draw
         self._at = 0  # draws since then
         self._calls = Calls(watch)
+        self._own_batches = OwnBatches(watch)
+        self._own_batches.install()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Arguments = (), kwargs: Keywords | None = None
@@ -88,8 +91,11 @@ class Functions(TorchFunctionMode):
             return self._batch_norm_by_rank(func, args, kwargs)
         result = float64.call(func, args, kwargs) if watch.settings.float64 else func(*args, **kwargs)
         # random numbers in a loader belong to the data, which is replayed as a whole
-        if isinstance(result, Tensor) and name in _DRAWS and watch.is_training and not watch.in_loader:
-            result = self._shared_draw(name, result)
+        if isinstance(result, Tensor) and name in _DRAWS and not watch.in_loader:
+            if self._own_batches.is_choice(name):
+                result = self._own_batches.share(name, result)
+            elif watch.is_training:
+                result = self._shared_draw(name, result)
         self._calls.record(name, result)
         return result
 

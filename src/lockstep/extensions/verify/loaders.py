@@ -141,6 +141,7 @@ class Loaders:
         return number
 
     def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        self.watch.has_iterated_loader = True
         number = self._number(loader)
         iteration = self._iterations[number]
         settings = self.watch.settings

@@ -87,8 +87,9 @@ class Samples:
                 self._check_evaluation(number, described[0][0])
         if not loaders and found.shares_inputs and not self.splits_model:
             found.vacuous.append(
-                "all ranks gave their models the same inputs, which do not come from a DataLoader: read the data with "
-                "a DataLoader that has a DistributedSampler"
+                "all ranks gave their models the same inputs, which do not come from a DataLoader: seed each rank with "
+                "a different number if the script draws its batches, or read the data with a DataLoader that has a "
+                "DistributedSampler"
             )
         return found
 

@@ -35,6 +35,7 @@ from lockstep.extensions.verify.compare import (
 )
 from lockstep.extensions.verify.functions import KEPT
 from lockstep.extensions.verify.imports import MIXED_PRECISION
+from lockstep.extensions.verify.own_batches import JOINED
 from lockstep.extensions.verify.processes import Server, ServerDied
 from lockstep.extensions.verify.recordings import Recording
 from lockstep.extensions.verify.runs import Request, Runs
@@ -55,6 +56,7 @@ _NOTES_OF_RANKS = {
 }
 _NOTES_OF_SINGLE = {
     "batch norm": "BatchNorm is not synchronized: one process computed statistics for each rank's samples separately",
+    JOINED: "one process used the random numbers of all ranks at {where}, which choose the batches",
     **dict.fromkeys(KEPT, "the ranks' random numbers at {where} could not be reproduced in one process"),
 }
 
@@ -160,7 +162,7 @@ class Verification:
                 "micro-batches per step that does not depend on the number of ranks, or divide it by that number"
             )
         self.comparison = self._compare(ranks, single)
-        if not ranks.has("batch"):
+        if not ranks.has("batch") and not single.has(JOINED):
             if self.comparison.first is not None:
                 return self._certify_unknown(refusals.NO_LOADER)
             self.notes.append(
@@ -181,6 +183,9 @@ class Verification:
             alone = AloneFinding(cause=cause)
             if cause is None and first.kind == GRADIENTS:
                 alone = RanksAlone(ranks, single, self.runs).check()
+            if not ranks.has("batch") and not alone.nature and alone.cause is None:
+                # one process may have trained on other samples
+                return self._certify_unknown(refusals.NO_LOADER)
             if alone.unknown:
                 return self._certify_unknown(alone.unknown)
             if not alone.nature:

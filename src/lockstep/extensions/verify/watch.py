@@ -32,6 +32,7 @@ class Watch:
         collates: True while the samples of a batch are collated.
         chunks: samples of each rank in the newest batch of a replay, in the order in which they are joined.
         depth: number of nested calls of modules.
+        has_iterated_loader: True once a loader has been iterated.
         joins: True once the script has created a Join context.
         on_training_start: called when training starts.
     """
@@ -47,6 +48,7 @@ class Watch:
         self.collates = False
         self.chunks: tuple[int, ...] = ()
         self.depth = 0
+        self.has_iterated_loader = False
         self.joins = False
         self.on_training_start: Callable[[], None] | None = None
 

@@ -1,0 +1,131 @@
+"""`lockstep verify` of scripts without a loader, which draw their batches by random numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, UNKNOWN
+from tests.extensions.verify.small_script import LOOP, SHARED_OUT, Certify, Changes, changed, line_of
+
+DRAW = "    at = torch.randint(len(data), (8,))\n"
+GET_BATCH = f"""\
+x, y = data.tensors
+torch.manual_seed(10 + rank)
+
+def get_batch():
+{DRAW}    return x[at], y[at]
+
+"""
+STEPS = """\
+for step in range(20):
+    a, b = get_batch()
+    loss = F.mse_loss(model(a), b)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+WINDOW = """\
+a, b = get_batch()
+for step in range(20):
+    if rank == 0 and step % 2 == 0:
+        with torch.no_grad():
+            c, d = get_batch()
+            print(F.mse_loss(model.module(c), d))
+    for micro in range(4 // world):
+        model.require_backward_grad_sync = micro == 4 // world - 1
+        loss = F.mse_loss(model(a), b) / (4 // world)
+        a, b = get_batch()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+"""The loop of many small language models: it draws the next batch ahead, and rank 0 evaluates by itself."""
+PLAIN: Changes = ((SHARED_OUT, GET_BATCH), (LOOP, STEPS))
+
+HEALTHY: dict[str, Changes] = {
+    "torch's generator": PLAIN,
+    "a window and an evaluation": ((SHARED_OUT, GET_BATCH), (LOOP, WINDOW)),
+    "NumPy's own generator": (
+        *PLAIN,
+        ("torch.manual_seed(10 + rank)", "import numpy as np\nrng = np.random.default_rng(10 + rank)"),
+        (DRAW, "    at = torch.from_numpy(rng.integers(0, len(data), 8))\n"),
+    ),
+    "NumPy's global generator": (
+        *PLAIN,
+        ("torch.manual_seed(10 + rank)", "import numpy as np\nnp.random.seed(10 + rank)"),
+        (DRAW, "    at = np.random.choice(len(data), 8, replace=False)\n"),
+    ),
+    "batches made on the fly, BatchNorm": (
+        *PLAIN,
+        (DRAW, "    made = torch.randn(8, 8)\n"),
+        ("x[at], y[at]", "made, made[:, :1].sin() + 0.1 * torch.randn(8, 1)"),
+        ("nn.Linear(8, 32), nn.ReLU()", "nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU()"),
+    ),
+    "a slice of one global draw": (
+        *PLAIN,
+        ("10 + rank", "10"),
+        (DRAW, "    at = torch.randint(len(data), (16,))[rank * 16 // world : (rank + 1) * 16 // world]\n"),
+    ),
+}
+
+WRONG: dict[str, tuple[Changes, str, str]] = {
+    "a window synchronized too early": (
+        ((SHARED_OUT, GET_BATCH), (LOOP, WINDOW.replace("micro == 4 // world - 1", "micro == 0"))),
+        "only some micro-batches of a window are synchronized",
+        "optimizer.step()",
+    ),
+    "no wrapper": (
+        (*PLAIN, ("DistributedDataParallel(make_model())", "make_model()")),
+        "gradients are never averaged over the ranks",
+        "",
+    ),
+    "a sum over the ranks": (
+        (
+            *PLAIN,
+            ("DistributedDataParallel(make_model())", "make_model()"),
+            ("    optimizer.step()", "    [dist.all_reduce(p.grad) for p in model.parameters()]\n    optimizer.step()"),
+        ),
+        "gradients are summed over the ranks, but not divided by their number",
+        "dist.all_reduce",
+    ),
+    "a loss that depends on the rank": (
+        (*PLAIN, ("F.mse_loss(model(a), b)", "F.mse_loss(model(a), b) * (1 + rank)")),
+        "the loss on rank 1 is 2 times the loss in one process",
+        "* (1 + rank)",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEALTHY)
+def test_batches_that_the_script_draws_are_alike(name: str, certify: Certify) -> None:
+    """They could not be told: one process drew the batches of one rank."""
+    certificate = certify(changed(*HEALTHY[name]))
+    assert certificate.verdict == ALIKE, str(certificate)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_with_batches_that_the_script_draws_are_named(name: str, certify: Certify) -> None:
+    changes, cause, line = WRONG[name]
+    text = changed(*changes)
+    certificate = certify(text)
+    assert certificate.verdict == DIFFERENT, str(certificate)
+    assert cause in certificate.cause
+    assert not line or f"train.py:{line_of(text, line)}" in certificate.cause
+
+
+@pytest.mark.slow
+def test_equal_seeds_that_give_all_ranks_the_same_batches_prove_nothing(certify: Certify) -> None:
+    certificate = certify(changed(*PLAIN, ("10 + rank", "10")))
+    assert certificate.verdict == UNKNOWN, str(certificate)
+    assert "seed each rank with a different number" in str(certificate)
+
+
+@pytest.mark.slow
+def test_batches_drawn_by_python_cannot_be_joined(certify: Certify) -> None:
+    """`random.sample` returns a list, which has no rows to join: the difference that follows proves nothing."""
+    python = (*PLAIN, ("torch.manual_seed(10", "random.seed(10"), (DRAW, "    at = random.sample(range(96), 8)\n"))
+    certificate = certify(changed(*python))
+    assert certificate.verdict == UNKNOWN, str(certificate)
+    assert "do not come from a torch DataLoader" in str(certificate)
