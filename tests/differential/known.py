@@ -411,8 +411,8 @@ ROWS = [
     ),
     Row(
         "If a save monitors an epoch's training mean at the last validation of the epoch, it waits for this mean. "
-        "If the name was never logged, this is reported at the end of the epoch; Lightning uses an older mean, or raises "
-        "an error.",
+        "If the name was never logged, this is reported at the end of the epoch; Lightning uses an older mean, or "
+        "raises an error.",
         PAGE,
         replace(PLAIN, callbacks=(("ModelCheckpoint", {"monitor": "loss_epoch", "save_on_train_epoch_end": False}),)),
         causes.waits_for_mean,

@@ -116,7 +116,7 @@ def page() -> str:
         "",
         "## Found by random programs",
         "",
-        "Differences that `python -m tests.differential` found by running random programs on both.",
+        "Differences that `python -m tests.differential` found by running random programs on lockstep and Lightning.",
         "",
         *(f"- {row.sentence}" for row in known.ROWS if row.where == known.PAGE),
     ]

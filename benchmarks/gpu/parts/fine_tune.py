@@ -40,7 +40,9 @@ def run(part: Part) -> None:
         return
     part.check("weights read from a folder, one process: equal to those of from_pretrained", begun_alone, part)
     for name in STRATEGIES:
-        part.check(f"weights read from a folder, {name}: equal to those of from_pretrained", on_ranks, part, begun, name)
+        part.check(
+            f"weights read from a folder, {name}: equal to those of from_pretrained", on_ranks, part, begun, name
+        )
         part.check(f"a saved folder, {name}: from_pretrained reads it", on_ranks, part, written, name)
     for name in OWNING:
         part.check(f"matrix optimizer, {name}: same results as one process", on_ranks, part, matrices, name)
