@@ -386,7 +386,7 @@ def table(figures: dict[str, Any]) -> str:
     over = two["lockstep"] - two["hand-written"]
     rows += ["", "| two processes, µs a step | hand-written with lockstep's DDP | Trainer, ddp | promised |"]
     rows += ["|---|---|---|---|", f"| nothing logged | {two['hand-written']:.1f} | {over:+.1f} | ≤ 15 |"]
-    rows += ["", "| import, CPU seconds over `import torch` | | promised |", "|---|---|---|"]
+    rows += ["", "| import, CPU seconds in addition to `import torch` | | promised |", "|---|---|---|"]
     limits = {"lockstep": "≤ 0.15"}
     rows += [f"| {name} | {found:.3f} | {limits.get(name, '')} |" for name, found in figures["imports"].items()]
     rows += ["", "| first batch of a shuffled epoch | ms | peak memory, MB | promised |", "|---|---|---|---|"]
@@ -466,9 +466,9 @@ Written by `python benchmarks/overhead.py --runs {args.runs} --steps {args.steps
 {text}
 
 - The model is one linear layer with SGD, batches of {BATCH} from a shuffled `TensorDataset` and one computing thread.
-- A value is the difference between the smallest CPU times of {args.runs} interleaved runs of {args.steps} steps,
-  divided by the number of steps. Set-up is not included. With two processes, the CPU times of the two training threads
-  are averaged.
+- A number with a sign is the smallest CPU time of {args.runs} runs of {args.steps} steps, minus that of the
+  hand-written loop, divided by the number of steps. The runs of all programs are interleaved. Set-up is not included.
+  With two processes, the CPU times of the two training threads are averaged.
 - Calls and bytecode instructions are counted in the training thread, with tracing on, in a run of its own. They do not
   depend on the load of the machine, as times do: on a shared machine two runs of one commit may differ by 25 µs a step.
 - The Trainers run without logger, callbacks, progress bar and checkpoints, except where the table names them.

@@ -77,9 +77,9 @@ def measure(nodes: int, wait: int) -> Row:
 def table(rows: Sequence[Row]) -> str:
     """The rows as Markdown."""
     head = (
-        "| nodes | ranks | start, ms | messages a second of another node, while ranks wait | load of node 0's core | "
-        "hang reported after, s | failure known everywhere after, ms | lost node known everywhere after, ms | "
-        "end, ms | rendezvous requests of a rank | of rank 0 |"
+        "| nodes | ranks | start, ms | messages a second of a node except node 0, while ranks wait | "
+        "load of node 0's core | hang reported after, s | failure known everywhere after, ms | "
+        "lost node known everywhere after, ms | end, ms | rendezvous requests of a rank except rank 0 | of rank 0 |"
     )
     lines = [head, "|" + "---|" * 11]
     for row in rows:
@@ -106,8 +106,9 @@ def table(rows: Sequence[Row]) -> str:
 def between_ranks(nodes: Sequence[int]) -> str:
     """Messages and calls of ranks, as Markdown."""
     head = (
-        f"| ranks | messages of rank 0 to reduce {NAMES} logged values | most of another rank | KB of a rank | depth | "
-        "messages of a host to agree | depth | calls of a custom sampler for a micro-batch |"
+        f"| ranks | messages of rank 0 to reduce {NAMES} logged values | messages of another rank, at most | "
+        "KB of a rank | depth | messages of a host for an exchange of requests | depth | "
+        "calls of a custom sampler for a micro-batch |"
     )
     lines = [head, "|" + "---|" * 8]
     messages = size = agreements = 0.0  # the largest, divided by log2(ranks)
@@ -123,7 +124,8 @@ def between_ranks(nodes: Sequence[int]) -> str:
     lines += [
         "",
         f"A rank sends and receives at most {messages:.1f} log2(ranks) messages and {size:.1f} log2(ranks) KB to",
-        f"reduce the logged values, and a host at most {agreements:.1f} log2(ranks) messages to agree.",
+        "reduce the logged values. For an exchange of requests, a host sends and receives at most",
+        f"{agreements:.1f} log2(ranks) messages.",
     ]
     return "\n".join(lines)
 
@@ -183,8 +185,8 @@ def real(path: str) -> tuple[int, int, int]:
 def on_real_ranks() -> str:
     """What real ranks open and send, as Markdown."""
     head = (
-        "| ranks on two hosts | sockets of torch's group | more in training | MB sent by a rank for a checkpoint in a "
-        "window of manual optimization | MB of the file |"
+        "| ranks on two hosts | sockets of torch's group | additional sockets in training | "
+        "MB sent by a rank for a checkpoint in a window of manual optimization | MB of the file |"
     )
     lines = [head, "|" + "---|" * 5]
     with RankPool(max(REAL)) as pool, tempfile.TemporaryDirectory() as folder:
@@ -229,8 +231,8 @@ traffic of the other nodes does not.
   2 s plus one second for each 256 ranks, but at most for half of `hang_timeout`. Then each node reports changes of its
   ranks at once, and "no change" every 2 s. Node 0 polls the nodes every 2 s.
 - **Hang, proof by stacks:** if all ranks seem to wait, node 0 requests the stacks of all ranks twice, and each node
-  sends one answer to each request. If the stacks prove nothing, node 0 requests them again after 1 s, 3 s, and so on
-  up to a minute.
+  sends one answer to each request. If the stacks do not prove that the wait can never end, node 0 requests them again
+  after 1 s, 3 s, and so on up to a minute.
 - **Hang, comparison of the ranks:** node 0 compares the newest records of all ranks in one pass. It uses at most 4 % of
   a core for this, so with thousands of ranks it compares them only every few seconds.
 - **Failure:** the node of the failed rank sends one report to node 0. Node 0 sends one message to each node.
@@ -261,10 +263,11 @@ correct one. "Depth" is the largest number of messages that have to be sent one 
 - **Logged values:** ranks reduce in groups of eight along a tree. The tree has log8(ranks) levels. In each level a rank
   gets at most 7 messages. Then gloo broadcasts the result. With up to 8 ranks, and between GPUs (NCCL), one all_gather
   is used instead.
-- **Agreement over hosts:** ranks agree to stop, to save or to handle a signal. Ranks of a host agree in a page of
-  shared memory. Hosts exchange messages of 0.5 KB: up to 8 hosts directly, more hosts along a tree with groups of
-  eight. Ranks agree once every 8 accumulation windows (optimizer steps) or every 50 ms. If this would take more than
-  a tenth of the time, they agree less often.
+- **Requests on several hosts:** before a run stops, saves or handles a signal, the ranks exchange their requests, so
+  that all ranks act at the same step. Ranks of a host use a page of shared memory. Hosts exchange messages of 0.5 KB:
+  up to 8 hosts directly, more hosts along a tree with groups of eight. An exchange takes place every 8 accumulation
+  windows (optimizer steps) or every 50 ms, whichever comes first. If exchanges would take more than a tenth of the
+  run's time, they take place less often.
 - **Custom samplers:** each rank draws all indices of the sampler and uses its own part.
 
 Real ranks on two simulated hosts, with a model of 2.9 MB:
@@ -272,8 +275,8 @@ Real ranks on two simulated hosts, with a model of 2.9 MB:
 {measured}
 
 The checkpoint is saved within an accumulation window. Reduced gradients are the same on all ranks, so no rank sends
-them, and the file contains them once. The agreement uses the connections of torch's group. The connections of torch
-and gloo, one between each two ranks, are not measured here.
+them, and the file contains them once. Requests are exchanged over the connections of torch's group. The connections
+that torch and gloo open between each two ranks are not measured here.
 """
 
 

@@ -127,10 +127,10 @@ def of_wire(found: Found) -> list[str]:
     for hook, sent in found.items():
         expected = promised.get(hook, "")
         if hook == FEEDBACK:
-            expected = f"{sent['low rank'] / sent['parameters']:.4f}: (m + n) r of m n"
+            expected = f"{sent['low rank'] / sent['parameters']:.4f}: (m + n) r / (m n)"
         cells = [f"{sent['bytes'] / 1e6:.3f}", f"{sent['calls']:g}", f"{sent['bytes'] / plain:.4f}", expected]
         rows.append([hook, *cells])
-    return _table(["GPT, 5 M", "MB sent by a rank in a step", "messages", "of plain", "promised"], rows)
+    return _table(["GPT, 5 M", "MB sent by a rank in a step", "messages", "MB / MB of plain", "promised"], rows)
 
 
 def of_memory(found: Found) -> list[str]:
@@ -140,7 +140,13 @@ def of_memory(found: Found) -> list[str]:
         cells = [f"{kept[name] / 1e6:.2f}" for name in ("parameters", "gradients and buckets", "hook")]
         over = (kept["gradients and buckets"] + kept["hook"]) / kept["parameters"]
         rows.append([label, *cells, f"{over:.2f}"])
-    head = ["GPT, 5 M", "parameters, MB", "gradients and buckets, MB", "hook's state, MB", "both over parameters"]
+    head = [
+        "GPT, 5 M",
+        "parameters, MB",
+        "gradients and buckets, MB",
+        "hook's state, MB",
+        "gradients, buckets and state / parameters",
+    ]
     return _table(head, rows)
 
 
@@ -157,10 +163,10 @@ def of_link(found: Found) -> list[str]:
         rows.append([name, *cells, f"{run['sent'] / 1e6:.2f}", f"{loss:.3f}"])
     good = [run for name, run in found.items() if name != TORCH and run["curve"][-1][2] <= base_loss]
     best = max((run["steps"] / run["seconds"] / base_speed for run in good), default=0.0)
-    head = ["100 Mbit/s", "seconds", "steps", "steps a second", "over torch's", "MB sent a step", "loss, held out"]
+    head = ["100 Mbit/s", "seconds", "steps", "steps a second", "times torch's", "MB sent a step", "loss, held out"]
     kept = "yes" if best >= 5 else "**no**"
     about = (
-        "Promised: the best method takes at least 5 times torch's steps, with no higher loss; measured: "
+        "Promised: the best method runs at least 5 times as many steps as torch's DDP, with no higher loss; measured: "
         f"{best:.1f} times. Kept: {kept}."
     )
     return [*_table(head, rows), "", about]
@@ -197,8 +203,9 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Found], list[str]]]] = {
     "cost": (
         "Overhead of the reducer",
         "The reducer is the object that reduces gradients. The table shows the CPU time that it adds to zero_grad and "
-        "backward of 200 small tensors, in one process that sends nothing. A value is the median of the differences. "
-        "“Of minima” is the difference of the smallest times instead.",
+        "backward of 200 small tensors, in one process that sends nothing. From each time, the time of a backward "
+        "without a reducer is subtracted, which either writes new gradients (“plain backward”) or adds to existing "
+        "ones. A value is the median of the differences. “Of minima” is the difference of the smallest times instead.",
         of_cost,
     ),
     "tcp": (
@@ -209,8 +216,8 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Found], list[str]]]] = {
     ),
     "shared": (
         "Through shared memory",
-        "A ratio is the time of the same step, divided by the time of a step without reduction (a local step) in the "
-        "same round. The time of the slower rank is used.",
+        "The steps are the same as over TCP. A ratio is the time of a step, divided by the time of a step without "
+        "reduction (a local step) in the same round. The time of the slower rank is used.",
         of_shared,
     ),
     "bits": (
@@ -263,9 +270,9 @@ def write(figures: Found, folder: Path, command: str) -> None:
 This page compares lockstep's DDP engine with torch's, in time, bytes and memory, for users who choose between them.
 Written by {command}.
 
-Times are paired: each round runs every method once, from a common start. The order of the methods differs between
-rounds. A ratio is the median of the rounds' ratios, with the bounds of its 90 % interval (order statistics) in
-brackets.
+Times are paired: each round runs every method once. All ranks start a method at the same time. The order of the
+methods differs between rounds. A ratio is the median of the rounds' ratios, with the bounds of its 90 % interval (order
+statistics) in brackets.
 
 Ranks are processes on one machine with one computing thread each. A bucket is a flat buffer with the
 gradients of several parameters. "Promised" is the limit that lockstep aims for. Each section ends with the load

@@ -108,7 +108,7 @@ def _hangs(rows: Sequence[Hang], found: Found) -> list[str]:
         named = "no rank waits" if row.is_harmless else spread([run.seconds for run in runs])
         ended = "continues" if row.is_busy else spread([run.ended for run in runs])
         if row.is_harmless:
-            ended = "at its end"
+            ended = "when complete"
         wanted = "; ".join(f"rank {rank} at {place}" for rank, place in row.places.items())
         cells.append([row.name, row.start, wanted, named, ended, cell(worst.line), kept(missed)])
     head = ["hang", "started by", "expected", "reported after s", "ended after s", "message", "kept"]
@@ -178,16 +178,17 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Found], list[str]]]] = {
         "Hangs and mismatched collectives",
         "The promise: a message with each rank and the line where it waits is printed within "
         f"`hang_timeout` + {verdict.SLACK:g} s after the ranks diverged. Then the run ends, unless a rank is only "
-        "busy.\n\nOn some devices collectives return when they are queued, as NCCL's do. There, unfinished work is "
-        "detected within 1.5 s, and a late rank is reported up to 1.5 s later. If ranks wait for each other in a "
-        "circle, this alone does not end the run there, because a queue may still advance.",
+        "busy.\n\nOn some devices a collective returns as soon as it is queued, as with NCCL. On such devices, "
+        "lockstep detects within 1.5 s that a queued collective is not complete, so a late rank is reported up to "
+        "1.5 s later. There, ranks that all wait for each other do not prove a hang, as a device's queue may still "
+        "advance, so the run does not end at once.",
         of_hangs,
     ),
     "nodes": (
         "Failures and hangs on two nodes",
         "Two nodes with one rank each were started by hand with NODE_RANK on this machine. The promises are the same, "
-        "for the last line on both screens. If a script fails before it creates its Trainer, only its own node reports "
-        "the error; the other node waits until the rendezvous times out.",
+        "and apply to the last line on the screen of each node. If a script fails before it creates its Trainer, only "
+        "its own node reports the error; the other node waits until the rendezvous times out.",
         of_nodes,
     ),
     "healthy": (
@@ -233,8 +234,8 @@ Written by {command}.
 lockstep: rank 1 failed first, at fails.py:88: KeyError: 'no such label'
 ```
 
-**Failures.** The last line on stderr is the first cause: the rank, the file and line, and the error. All other ranks
-are ended. Resume with `ckpt_path="last"`, or let [lockstep run](run.md) restart the ranks.
+**Failures.** The last line on stderr describes the failure that occurred first: the rank, the file and line, and the
+error. All other ranks are ended. Resume with `ckpt_path="last"`, or let [lockstep run](run.md) restart the ranks.
 
 **Hangs.** A message reports which rank waits where, and what the other ranks do. With `Trainer(hang_timeout=60.0)`, the
 default, it is printed after 60 s of waiting; with `hang_timeout=None`, never.
@@ -243,12 +244,11 @@ default, it is printed after 60 s of waiting; with `hang_timeout=None`, never.
 - Otherwise the run ends after `hang_kill=1800.0` s. With `hang_kill=None` it does not end.
 
 In the tables, each row is a training script with two or more ranks, started in a new folder at a terminal, as a user
-would start it. At the 20th step one rank fails, or does something that the other ranks do not do. Times are measured
-from this moment, for failures until the last process has ended. Lines are counted from the same moment.
+would start it. At the 20th step one rank fails, or does something that the other ranks do not do. From this moment,
+times are measured and printed lines are counted. For failures, the time ends when the last process has ended.
 
-If a row was
-run several times, its seconds are the median, with the maximum in brackets, and "kept" means that every run kept the
-promise. In the tables of hangs `hang_timeout` is {timeout:g} s.
+If a script was run several times, its seconds are the median, with the maximum in brackets. "Kept" means that every
+run kept the promise of its section. In the tables of hangs `hang_timeout` is {timeout:g} s.
 """
     return "\n".join([about, *(section(name, figures[name]) for name in SECTIONS if name in figures)])
 

@@ -81,7 +81,7 @@ class LightningDataModule(HyperparametersMixin):
         """
 
     def train_dataloader(self) -> TRAIN_DATALOADERS:
-        """Return the training loader, or a dict, list or `CombinedLoader` of several.
+        """Return the training loader, or a dict, list or `CombinedLoader` of loaders.
 
         Raises:
             MisconfigurationException: the hook is not overridden. The other loader hooks raise the same error.
@@ -89,7 +89,7 @@ class LightningDataModule(HyperparametersMixin):
         raise self._missing("train_dataloader", "fit")
 
     def val_dataloader(self) -> EVAL_DATALOADERS:
-        """Return the validation loader, or a list of several.
+        """Return the validation loader, or a list of loaders.
 
         Raises:
             MisconfigurationException: the hook is not overridden.
@@ -97,7 +97,7 @@ class LightningDataModule(HyperparametersMixin):
         raise self._missing("val_dataloader", "validate")
 
     def test_dataloader(self) -> EVAL_DATALOADERS:
-        """Return the test loader, or a list of several.
+        """Return the test loader, or a list of loaders.
 
         Raises:
             MisconfigurationException: the hook is not overridden.
@@ -105,7 +105,7 @@ class LightningDataModule(HyperparametersMixin):
         raise self._missing("test_dataloader", "test")
 
     def predict_dataloader(self) -> EVAL_DATALOADERS:
-        """Return the prediction loader, or a list of several.
+        """Return the prediction loader, or a list of loaders.
 
         Raises:
             MisconfigurationException: the hook is not overridden.

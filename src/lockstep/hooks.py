@@ -33,7 +33,7 @@ class ModuleHooks:
         """
 
     def setup(self, stage: str) -> None:
-        """Build what depends on the data, in every process. ``stage`` is "fit", "validate", "test" or "predict"."""
+        """Create data-dependent objects in every process. ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
         """Clean up. Runs as the last hook of a call, with the same ``stage`` as :meth:`setup`."""
@@ -123,7 +123,7 @@ class ModuleHooks:
         """Run after the last batch of a validation. Log values of the whole epoch here."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Run before each validation batch, which is already on the device. ``dataloader_idx`` numbers the loaders."""
+        """Run before a validation batch, which is already on the device. ``dataloader_idx`` is its loader's index."""
 
     def on_validation_batch_end(
         self, outputs: STEP_OUTPUT, batch: Any, batch_idx: int, dataloader_idx: int = 0

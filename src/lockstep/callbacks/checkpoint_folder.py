@@ -60,7 +60,7 @@ OTHERS = (
 
 
 class FolderClaim:
-    """Lock on a folder that shows other processes that a fit saves checkpoints there."""
+    """Lock on a folder while a fit saves checkpoints there. Other processes can check whether the folder is locked."""
 
     def __init__(self) -> None:
         self._claimed: str | None = None

@@ -58,7 +58,7 @@ class BaseFinetuning(Callback):
     # -- to override ---------------------------------------------------------------------------------------
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:
-        """Freeze parameters that are not trained from the start; called in ``setup``, on every rank.
+        """Freeze the parameters that are trained later or never; called in ``setup``, on every rank.
 
         Args:
             pl_module: module of the run.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Callback):
-    """Base class of callbacks that save checkpoints; the Trainer calls them after all others."""
+    """Base class of callbacks that save checkpoints; the Trainer calls them after all other callbacks."""
 
     _decides = True
 
@@ -542,7 +542,7 @@ class ModelCheckpoint(Checkpoint):
                 logger.after_save_checkpoint(weakref.proxy(self))
 
     def _delete(self, trainer: Trainer, path: str, latest: str) -> None:
-        """Delete a checkpoint from this run, except `latest` and the checkpoint from which the user resumes."""
+        """Delete a checkpoint of this run, unless it is `latest` or the checkpoint from which the user resumes."""
         if path == latest or not self._may_delete(trainer, path):
             return
         trainer.strategy.remove_checkpoint(path)

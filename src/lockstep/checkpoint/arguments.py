@@ -135,7 +135,7 @@ CONTAINERS = ("Namespace", "DictConfig")
 
 
 def _rebuild_objects(cls: type, saved: dict[str, Any], recorded: object, given: Collection[str]) -> dict[str, Any]:
-    """Rebuild the original objects from saved hyperparameters; warn about values that stay in their plain form.
+    """Rebuild the original objects from saved hyperparameters. Warn about classes that may not be instantiated.
 
     Args:
         cls: the class; the annotations of its ``__init__`` name the classes that may be instantiated.

@@ -1,4 +1,4 @@
-"""Locks on checkpoint folders, which show other processes that a running fit saves there."""
+"""Locks on the checkpoint folders of running fits. Other processes can check whether a folder is locked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detection of damaged checkpoints, which reports every kind of damage by the same exception class."""
+"""Detection of damaged checkpoints. Every kind of damage raises `CorruptCheckpoint`."""
 
 from __future__ import annotations
 

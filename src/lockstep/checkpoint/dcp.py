@@ -284,7 +284,7 @@ class Planner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return the values for a write item: this rank's part of a tensor, or one box of the part."""
+        """Return the values for a write item: this rank's part of a tensor, or a rectangular region of that part."""
         value, box = self.local[index.fqn], self._box.get(index.fqn)
         return value if box is None else _in_its_own_storage(box(cast("torch.Size", index.offset), value))
 

@@ -429,7 +429,7 @@ def _flagged(module: nn.Module) -> Iterator[None]:
 
 
 def _guarded() -> AbstractContextManager[object]:
-    """Make torch's init functions, like those of transformers, skip the tensors that `_flagged` has flagged."""
+    """Make torch's init functions skip the tensors that `_flagged` has flagged, as transformers' functions do."""
     if "transformers" not in sys.modules:
         return nullcontext()
     with suppress(ImportError):  # an older version
@@ -449,7 +449,7 @@ def _on_meta(layer: nn.Module) -> Iterator[str]:
 
 
 class _Ties:
-    """Layers with shared tensors on the meta device, to share them again after ``Module._apply``.
+    """Record of the tensors on the meta device that layers share, to share them again after ``Module._apply``.
 
     Attributes:
         names: names of the tensors that a layer should initialize, by the layer's id.

@@ -56,7 +56,7 @@ class FlatPart(Tensor):
 
     @classmethod
     def of_span(cls, shape: torch.Size, dtype: torch.dtype, values: Tensor | None = None) -> FlatPart:
-        """Return a tensor that is split evenly over the ranks, with this rank's elements.
+        """Create this rank's FlatPart of a tensor that is split evenly over the ranks.
 
         Args:
             shape: shape of the full tensor.

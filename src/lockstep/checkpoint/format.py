@@ -73,7 +73,7 @@ def with_version(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(content: dict[str, Any], file: IO[bytes]) -> None:
-    """Write the result of `with_version` to an open file, with the hash at its end.
+    """Write the result of `with_version` to an open file, and append the hash.
 
     Raises:
         OSError: the file could not be written.

@@ -259,7 +259,7 @@ def check(checkpoint: Mapping[str, Any], module: nn.Module, parameters: Mapping[
 
 
 def hashes_of(parameters: Mapping[str, Tensor]) -> list[int | None]:
-    """Return a 64-bit hash of each parameter; equal for every sharding. Collective.
+    """Return a 64-bit hash of each parameter, independent of the sharding. Collective.
 
     Each rank hashes its own parts, and the results are added. A replicated part counts once, with the first rank's
     value. The hash is None for a parameter that cannot be read (lazy, or of a custom class).
@@ -299,7 +299,7 @@ def _part_of(parameter: Any) -> tuple[Tensor, list[int], Sequence[int]]:
 
 
 def _hash(part: Tensor, begins: Sequence[int], shape: Sequence[int]) -> int:
-    """Return the sum of hashes of a part's elements; each depends on the element's bits and position."""
+    """Return the sum of the hashes of a part's elements. Each hash depends on the element's bits and position."""
     if not part.dim():
         part, begins, shape = part.reshape(1), [0], (1,)
     rows = max(1, PIECE // max(1, part[0].numel()))

@@ -160,7 +160,7 @@ class CheckpointIO(ABC):
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """CheckpointIO that writes torch files atomically, with a hash and without code, on this machine or at a URL.
+    """CheckpointIO that writes one torch file atomically, with a hash and no pickled code, locally or at a URL.
 
     Example::
 

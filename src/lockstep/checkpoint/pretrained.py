@@ -512,7 +512,7 @@ def _warn(loading: Loading, missing: list[str], unexpected: list[str]) -> None:
 
 
 def shown(names: Sequence[str], show: Callable[[str], str] = repr) -> str:
-    """Join the first `SHOWN` names of a list to text, and count the others."""
+    """Join the first `SHOWN` names of a list, followed by the number of names left out."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(show(name) for name in names[:SHOWN]) + more
 

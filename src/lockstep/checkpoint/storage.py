@@ -34,7 +34,7 @@ def is_remote(path: PathLike) -> bool:
 
 
 def local(path: PathLike) -> Path:
-    """Return `path` as a path on this machine."""
+    """Convert a local path, which may be a ``file://`` URL, to a `Path`."""
     return Path(os.fspath(path).removeprefix("file://")).expanduser()
 
 
@@ -57,7 +57,7 @@ def inside(folder: PathLike, name: str) -> str:
 
 
 def _stem(target: Path) -> str:
-    """Return the text with which all temporary names for `target` start."""
+    """Return the prefix of all temporary names for `target`."""
     # The name is cut: with all suffixes it must not exceed 255 bytes.
     return f".{target.name.encode()[:180].decode(errors='ignore')}."
 
@@ -212,7 +212,7 @@ class NewRemoteFolder:
         system.makedirs(f"{name}/{self.prefix[:-1]}", exist_ok=True)
 
     def commit(self, index: bytes) -> None:
-        """Write the index, which makes the checkpoint complete; delete the files of an earlier checkpoint there."""
+        """Write the index, which completes the checkpoint; delete files of an earlier checkpoint at the same URL."""
         with replacing(inside(self._target, INDEX)) as file:
             file.write(index)
         self._is_there = True
@@ -259,7 +259,7 @@ _RACES = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISD
 
 
 def _take_place(temporary: Path, target: Path) -> None:
-    """Rename a complete file, link or folder to `target`, and replace what is there.
+    """Rename a complete file, link or folder to `target`, and replace any existing file, link or checkpoint folder.
 
     A folder without an index, which is no checkpoint, is not replaced.
     """

@@ -217,7 +217,7 @@ def detect(
 
 
 def is_placed(environ: Mapping[str, str], named: str | None = None) -> bool:
-    """Return True if a cluster started this process as a rank, or is about to start ranks in its place."""
+    """Return True if a cluster started this process as a rank, or if this process will replace itself with srun."""
     if named == LOCAL:
         return False
     return find(environ, named) is not None or (not local.is_started(environ) and slurm.allocation(environ) is not None)

@@ -1,4 +1,4 @@
-"""Detection of ranks that torchrun (torchelastic), `lockstep run`, or a launcher with the same variables started."""
+"""Detection of ranks started by torchrun (torchelastic), `lockstep run`, or launchers that set the same variables."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sees_all_devices(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def promise_cause(environ: Mapping[str, str] = os.environ) -> None:
-    """Announce to the agent of ``lockstep run`` that this process will report the cause of a failure.
+    """Announce to the agent of ``lockstep run`` that this process will report the cause if it fails.
 
     Without such an agent, do nothing.
     """

@@ -124,7 +124,7 @@ def node_of(rank: int, local_rank: int, local_size: int, size: int) -> tuple[int
 
 
 def port_of(environ: Mapping[str, str], *numbers: int | None) -> int | None:
-    """Return ``MASTER_PORT``. If it is not set, return a port computed from numbers that all ranks have in common.
+    """Return ``MASTER_PORT``. If it is not set, compute a port from the numbers of the job, its step and the attempt.
 
     Args:
         environ: the environment.
@@ -184,7 +184,7 @@ def first_host(text: str) -> str:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yield the parts of a text between commas and spaces. Commas and spaces in brackets separate nothing."""
+    """Split a text at commas and spaces, except inside brackets, and yield the parts."""
     start, depth = 0, 0
     for at, sign in enumerate(text + ","):
         depth += (sign == "[") - (sign == "]")

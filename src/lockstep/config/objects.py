@@ -225,7 +225,7 @@ def refuse_one_key(callbacks: Sequence[Callback], where: str) -> None:
 
 
 def in_order(callbacks: list[Callback]) -> list[Callback]:
-    """Sort callbacks: searches first, callbacks that write checkpoints last, and all others between them."""
+    """Sort callbacks: first those that search for a setting, then all others, last those that write checkpoints."""
     # The others start with the results of a search. A checkpoint holds their states after the hook.
 
     def place(callback: Callback) -> int:

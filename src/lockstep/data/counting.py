@@ -29,7 +29,7 @@ def batches_of_window(accumulate: Accumulation, epoch: int) -> int:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A point within an epoch at which an attempt of the run starts, expressed in several counts."""
+    """A point within an epoch: how many micro-batches and planned batches precede it, and which data has been drawn."""
 
     epoch: int
     number: int
@@ -143,7 +143,7 @@ class BatchPlan:
 
     @property
     def workers(self) -> int | None:
-        """Number of loader workers per rank that have read the stream so far; None unless one stream is read."""
+        """Number of loader workers per rank that have read the stream so far; None if no stream is read."""
         position = self.at.position
         return position[-1][1] if isinstance(position, list) and position else None
 
@@ -185,23 +185,23 @@ class BatchCounting:
         return self.ranks != self.size
 
     def micro(self, accumulate: int) -> int:
-        """Return the number of micro-batches in a window of ``accumulate`` rows (planned batches)."""
+        """Return the number of micro-batches in a window of ``accumulate`` planned batches."""
         return -(-accumulate * self.ranks // self.size)
 
     def batches(self, rows: int | float, accumulate: int) -> int | float:
-        """Return the number of micro-batches in an epoch of ``rows`` rows (planned batches)."""
+        """Return the number of micro-batches in an epoch of ``rows`` planned batches."""
         if math.isinf(rows):
             return rows
         windows, more = divmod(int(rows), accumulate)
         return windows * self.micro(accumulate) + self.micro(more)
 
     def done_before(self, epoch: int) -> tuple[int, int]:
-        """Return the numbers of micro-batches and rows (planned batches) of an epoch that earlier attempts did."""
+        """Return how many micro-batches, and how many planned batches, of an epoch earlier attempts have finished."""
         point = self.resumed_at
         return (0, 0) if point is None or point.epoch != epoch else (point.number, point.rows)
 
     def rows(self, epoch: int, number: int, accumulate: int) -> int:
-        """Return the number of rows (planned batches) that the first ``number`` micro-batches of an epoch complete.
+        """Return the number of planned batches that the first ``number`` micro-batches of an epoch complete.
 
         The result is exact at the end of a window.
         """
@@ -264,7 +264,7 @@ def count_batches(saved: BatchPlan | None, attempt: RunAttempt) -> BatchCounting
 def _changes(
     saved: BatchPlan, attempt: RunAttempt, made: BatchCounting, as_planned: bool, planned: bool
 ) -> tuple[str, bool]:
-    """Return a message that explains how an attempt counts differently, and True if the message is a warning."""
+    """Return a message on how batches are counted differently than in ``saved``, and True if it is a warning."""
     epoch = saved.at.epoch
     before = StepSize(saved.ranks, batches_of_window(saved.accumulate, epoch), saved.batches)
     now = StepSize(made.ranks, batches_of_window(attempt.accumulate, epoch), attempt.batches)
@@ -333,7 +333,7 @@ def _check_divides(saved: BatchPlan, attempt: RunAttempt) -> None:
 
 
 class StepSize(NamedTuple):
-    """Factors of the number of samples in an optimizer step. The largest ``batch_size`` of several loaders counts."""
+    """Number of samples in an optimizer step, as factors. With several loaders, the largest ``batch_size`` counts."""
 
     ranks: int
     accumulate: int

@@ -157,7 +157,7 @@ class Feed:
         return cls(made, spec, count, count < whole, ahead and made.ahead, counted, batches, padded)
 
     def begin(self, epoch: int, start_batch: int = 0, accumulate: int = 1) -> None:
-        """Start an epoch, with this rank's micro-batch ``start_batch`` as the first, and open the loaders.
+        """Start an epoch at this rank's micro-batch ``start_batch``, and open the loaders.
 
         Args:
             epoch: counted from 0.
@@ -175,7 +175,7 @@ class Feed:
             self._batches = self._spec.compared(self._source.open(epoch, 0, start_batch, self._stop))
 
     def prepare(self, epoch: int, accumulate: int) -> None:
-        """Set the epoch. An epoch that was planned or started on other ranks is divided among the current ranks.
+        """Set the epoch. If it was planned or started with another number of ranks, divide it among the current ones.
 
         Args:
             epoch: number of the epoch, from 0.
@@ -199,7 +199,7 @@ class Feed:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The ranks' shares of a global batch, as they were set last; empty if all ranks have equal shares."""
+        """The ranks' shares of a global batch, as set most recently; empty if all shares are equal."""
         return self._latest
 
     @property
@@ -221,7 +221,7 @@ class Feed:
         return self.counting.micro(self._accumulate)
 
     def shared_at_once(self) -> tuple[int, int]:
-        """Return (number of samples that are divided among the ranks at once, number of divisions per full window)."""
+        """Return (size of a global batch that is divided among the ranks, number of such batches per full window)."""
         batch, micro = self._source.batch, self.micro
         whole = self.counting.ranks * self._accumulate * batch
         return (batch * self._size, micro) if micro * batch * self._size == whole else (whole, 1)
@@ -253,7 +253,7 @@ class Feed:
         return number
 
     def shares_state(self) -> dict[str, Any] | None:
-        """Return the ranks' current and future shares of global batches, for :meth:`load_shares`; None if fixed."""
+        """Return the ranks' shares of current and later global batches, for :meth:`load_shares`; None if fixed."""
         if not self._spec.reshared:
             return None
         by_number = [[number, list(shares)] for number, shares in self._shares]
@@ -288,13 +288,13 @@ class Feed:
 
     @property
     def rows(self) -> int | float:
-        """Number of the plan's batches in an epoch, at most the limit; infinite if unknown."""
+        """Number of planned batches in an epoch, at most the limit; infinite if unknown."""
         if not self.counting.is_replanned:
             return self._length
         return min(self._source.planned(self.counting.ranks), self._limit)
 
     def rows_at(self, number: int) -> int:
-        """Convert a number of micro-batches in the current epoch to the number of the plan's batches."""
+        """Convert a number of micro-batches in the current epoch to a number of planned batches."""
         if not self.counting.is_replanned:
             return number
         rows, all_rows = self.counting.rows(self._epoch, number, self._accumulate), self.rows
@@ -302,7 +302,7 @@ class Feed:
         return int(all_rows if at_end else min(rows, all_rows))
 
     def samples(self, number: int) -> tuple[list[int], int] | None:
-        """Return the data set indices of this rank's part of a micro-batch, and the position of the first index.
+        """Return the data set indices of this rank's part of a micro-batch, and the first one's position in the epoch.
 
         Return None if the indices are unknown: with several loaders, a stream, or a user's own sampler.
 
@@ -332,7 +332,7 @@ class Feed:
         return ResumePoint(self._epoch, number, self.rows_at(number), position)
 
     def windows(self, accumulate: int) -> Iterator[Window]:
-        """Return the accumulation windows of the epoch, each made of ``accumulate`` of the plan's batches.
+        """Return the accumulation windows of the epoch, each made of ``accumulate`` planned batches.
 
         The last window may have fewer. On the planned number of ranks, each batch of the plan is one micro-batch.
 
@@ -404,7 +404,7 @@ class Feed:
             number, done = after, 0
 
     def _weighed_window(self, rows: list[list[Sequence[float]]], last: bool, done: int) -> Window:
-        """Return a window whose micro-batches have different weights, which are given for all ranks."""
+        """Return a window of unequal micro-batches. ``rows`` has the weights of each one, for all loaders and ranks."""
         mine = [[part[self._spec.rank] for part in row] for row in rows]
         # sums over all ranks run inside Python's built-in functions, for speed
         weights = [row[0] if len(row) == 1 else list(map(max, *row)) for row in rows]
@@ -424,7 +424,7 @@ class Feed:
         of_parts: Sequence[Sequence[float]],
         ranks: Sequence[int] | None,
     ) -> list[Part]:
-        """Return the (weight, share) of each of this rank's micro-batches, if only some ranks average their gradients.
+        """Return (weight, share) for each of this rank's micro-batches, if only ``ranks`` average their gradients.
 
         Args:
             weights: weights of this rank's micro-batches.
@@ -496,7 +496,7 @@ class Feed:
             number, done = number + size, 0
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:
-        """Yield a window's batches. Before the last batch, set the state that checkpoints save to ``after``."""
+        """Yield a window's batches. Before the last one, make ``after`` the loader state that checkpoints save."""
         self._before = None
         for batch, _ in mine[:-1]:
             yield batch
@@ -683,7 +683,7 @@ class EvaluationFeed:
         return cls([Mixed(parts, nest, mode, counts)], spec, [LENGTHS[mode](counts)], False, counts)
 
     def begin(self, epoch: int, limit: int | None = None) -> None:
-        """Set the epoch, which determines the shuffling of the next pass, and optionally a limit of batches."""
+        """Set the epoch by which the next pass is shuffled, and optionally a limit of batches."""
         self._epoch = epoch
         self._limit = limit
 

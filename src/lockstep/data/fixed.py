@@ -152,7 +152,7 @@ class Untouched(LoaderSource):
             return skip(iterator, start) if start else read_first(iterator)
 
     def _end_pass(self, state: dict[str, Any]) -> None:
-        """Make a loader continue after an earlier pass: load the state of that pass, and read the pass to its end."""
+        """Load a loader's state from an earlier pass, and end that pass, so that the next pass is a new one."""
         self._newest = state
         cast(Stateful, self._loader).load_state_dict(state["loader"])
         with isolate_rng(include_cuda=False):
@@ -180,7 +180,7 @@ class Untouched(LoaderSource):
             sampler.load_state_dict(state)
 
     def _watch_order(self, loader: DataLoader[Any], name: str) -> None:
-        """Record the generators that determine the loader's order; with a user's sampler, hash the yielded elements."""
+        """Record the generators that determine the loader's order. Hash the elements that a user's sampler yields."""
         replaced = "sampler" if loader.batch_sampler is None else "batch_sampler"
         found = [holder for sampler in (loader.sampler, loader.batch_sampler) for holder in holders(sampler)]
         self._generators = generators_of([*found, loader])

@@ -1,4 +1,4 @@
-"""Checks of loaders before a feed reads them: limits, empty loaders, and equal lengths on all ranks."""
+"""Checks of loaders before their first batch: limits, empty loaders, and equal lengths on all ranks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def check_batches(parts: list[LoaderSource], loaders: list[Any], names: list[str
 
 
 def check_trainable(source: object, loaders: list[Any], mode: str) -> None:
-    """Raise an error if a ``train_dataloader`` hook returned no loader, or a combination in sequential mode.
+    """Raise an error if a ``train_dataloader`` hook returned no loader, or a CombinedLoader in sequential mode.
 
     Raises:
         MisconfigurationException: training cannot use the returned value.

@@ -64,7 +64,7 @@ def shards_itself(dataset: object) -> bool:
 
 
 class OwnParts:
-    """Comparison of the ranks' first samples, to detect whether each rank's stream is already its part of the data.
+    """Comparison of the ranks' first samples, to detect a stream that is already split among the ranks.
 
     The process that reads the stream (the rank, or one of its loader workers) requests the result and waits for it.
 

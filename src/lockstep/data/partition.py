@@ -78,7 +78,7 @@ class Partition:
         return self.number + self.n // self._window * self._micro(self._window) + self._micro(self.rest)
 
     def span(self, number: int, rank: int) -> tuple[int, int]:
-        """Return the first position and the end of a rank's part of a micro-batch. An empty part has equal numbers."""
+        """Return the first position and the end of a rank's part of a micro-batch; equal if the part is empty."""
         start, count, micro, part = self._locate(number)
         if not self.weights:  # a faster form of the code below
             return even_span(count, micro * self.size, part * self.size + rank, start)
@@ -95,7 +95,7 @@ class Partition:
         return [each + 1] * larger + [each] * (self.size - larger)
 
     def repartition(self, number: int, weights: tuple[float, ...]) -> Partition:
-        """Return a new division by other weights, for the positions from micro-batch ``number`` on.
+        """Return a partition of the positions from micro-batch ``number`` on, with different weights.
 
         Example:
             >>> partition = Partition(n=20, batch=4, size=2).repartition(1, (3, 1))
@@ -211,7 +211,7 @@ class WindowPlan:
         return self.ranks * self.accumulate * batch
 
     def limited(self, n: int | float, batch: int, drop_last: bool) -> int | float:
-        """Return how many of an epoch's ``n`` positions all attempts draw, given ``limit`` and ``drop_last``."""
+        """Return how many of ``n`` positions a run's attempts draw in an epoch, given ``limit`` and ``drop_last``."""
         whole = self.ranks * batch
         n = min(n, self.limit * whole)
         if drop_last and not math.isinf(n):

@@ -1,4 +1,4 @@
-"""Checks at each pass over a loader: for changes since its hook ran, and for iterators that can be read only once."""
+"""Checks of a loader at each pass: changes since the dataloader hook ran, and iterators that are already consumed."""
 
 from __future__ import annotations
 

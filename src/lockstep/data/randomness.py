@@ -183,7 +183,7 @@ def _without_arrays(state: object) -> Any:
 
 
 class SeparateStates:
-    """Context with its own states of the random generators, separate from those of the rest of the process.
+    """Context manager in which random generators have states separate from those of the rest of the process.
 
     Inside the context, the process' generators (and the given ``generators``) continue from the state at the end of the
     previous context. Outside, they behave as if nothing had been drawn inside.

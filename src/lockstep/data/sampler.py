@@ -247,7 +247,7 @@ class Drawn(Indexed):
         return drawn
 
     def _resumed(self, epoch: int, turn: int) -> dict[str, Any]:
-        """Return the checkpoint's state of this pass. For any other pass, restore the samplers, and return {}."""
+        """Return the checkpoint's state if it belongs to this pass. Otherwise restore the samplers, and return {}."""
         resume = self._resume
         if not resume:
             return {}
@@ -438,7 +438,7 @@ class DrawnOrder:
                 self._refuse()
 
     def ended(self) -> None:
-        """Record that the sampler has ended. Raise the error of :meth:`add` if it yielded more before the resume."""
+        """Record the sampler's end. Raise the error of :meth:`add` if it comes earlier than before the resume."""
         if self.expected:
             self._refuse()
 

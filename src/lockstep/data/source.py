@@ -227,7 +227,7 @@ class LoaderSource(ABC):
         return ((batch, float(self.weights(number)[self.rank])) for number, batch in batches)
 
     def has(self, number: int) -> bool:
-        """Return True if any rank has this micro-batch."""
+        """Return True if micro-batch ``number`` exists on any rank."""
         return number < self.length
 
     def weights(self, number: int) -> Sequence[float]:
@@ -241,14 +241,14 @@ class LoaderSource(ABC):
         return self.even
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:  # noqa: B027
-        """Set the ranks' shares of a global batch for later passes: pairs of a first micro-batch and the shares."""
+        """Set the ranks' shares of a global batch for later passes, as pairs (first micro-batch, shares from it on)."""
 
     def reshare(self, shares: Reshare) -> None:
         """Set new shares of a global batch within the current pass, from a micro-batch that no rank has drawn yet."""
         raise NotImplementedError(f"{type(self).__name__} cannot change shares within a pass")
 
     def row(self, number: int) -> list[Sequence[float]]:
-        """Return the ranks' weights (numbers of samples) in a micro-batch, as a list for each combined loader.
+        """Return the ranks' weights (numbers of samples) in a micro-batch: one list for each combined loader.
 
         Call either this method or :meth:`weights` for a micro-batch.
         """
@@ -266,7 +266,7 @@ class LoaderSource(ABC):
         """Divide later passes as planned for a different number of ranks. Call this before those passes are opened."""
 
     def samples_of(self, number: int) -> tuple[list[int], int] | None:
-        """Return the data set indices of this rank's part of a micro-batch, and its first position; None if unknown."""
+        """Return the data set indices and first position of this rank's part of a micro-batch; None if unknown."""
         return None
 
     def position(self, number: int) -> Position:
@@ -385,7 +385,7 @@ class Indexed(LoaderSource):
 
     @abstractmethod
     def begin(self, epoch: int, turn: int, start: int) -> None:
-        """Prepare a pass in which micro-batch ``start`` is the first."""
+        """Prepare a pass that starts at micro-batch ``start``."""
 
     @abstractmethod
     def draw(self, stop: int | float) -> Iterator[list[int] | int]:
@@ -431,7 +431,7 @@ class Indexed(LoaderSource):
         return self._with_gaps(self.open(epoch, turn, start, stop), start, stop)
 
     def _with_gaps(self, batches: Iterator[Any], number: int, stop: int | float) -> Iterator[tuple[Any, float]]:
-        """Yield (batch, weight) for each micro-batch of any rank; the weight is 0.0 if this rank has no samples."""
+        """Yield (batch, weight) for each micro-batch; the weight is 0.0 where only other ranks have samples."""
         while number < stop and self.has(number):
             weight = float(self.weights(number)[self.rank])
             batch = next(batches) if weight or self.pads else None
@@ -459,7 +459,7 @@ class Indexed(LoaderSource):
         end_workers(self._copy)
 
     def _seeds(self, indices: list[int], first: int) -> list[int] | int:
-        """Convert the indices of a micro-batch to the form that the loader needs, which may seed random generators.
+        """Return a micro-batch's indices in the loader's form, wrapped to seed the random generators if necessary.
 
         ``first`` is the position of the first index.
         """
@@ -558,7 +558,7 @@ class Ordered(Indexed):
         return (self._seeds(*each) for block in blocks for each in zip(*block, strict=True))
 
     def _blocks(self, stop: int) -> Iterator[tuple[list[list[int]], list[int]]]:
-        """Yield blocks of this rank's parts of many micro-batches: their indices, and their first positions."""
+        """Yield, for blocks of micro-batches, the indices and the first position of this rank's part of each."""
         partition, full = self._partition, min(self._partition.full, stop)
         at_once = max(1, _BLOCK // partition.batch)
         for begin in range(self._start, full, at_once):
@@ -625,7 +625,7 @@ class _Lists:
 
 
 def recording(drawn: Iterable[Any], recorded: deque[list[Any]]) -> Iterator[Any]:
-    """Yield the indices of batches. First append each to ``recorded``, since loader workers fetch ahead."""
+    """Append the indices of each batch to ``recorded`` before yielding them, since loader workers fetch ahead."""
     for indices in drawn:
         # a plain slice: iterating over seeded indices would seed
         recorded.append(indices[:] if isinstance(indices, list) else [_plain(indices)])
@@ -741,7 +741,7 @@ def skip(iterator: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def read_first(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Read the first batch at once, so that the iterator draws its first random numbers. Return all batches."""
+    """Read the first batch at once, so that the iterator draws its first random numbers. Iterate over all batches."""
     return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
 
 
@@ -754,7 +754,7 @@ def length_of(sized: object) -> int | None:
 
 
 def holders(sampler: object) -> list[object]:
-    """Return a list of a sampler or batch sampler, and of the sampler that a batch sampler contains."""
+    """Return ``[sampler]``, or for a batch sampler ``[batch sampler, the sampler inside it]``."""
     inner = getattr(sampler, "sampler", None)
     return [sampler] if inner is None else [sampler, inner]
 

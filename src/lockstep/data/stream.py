@@ -161,7 +161,7 @@ class Stream(LoaderSource):
         return False
 
     def _compared(self, iterator: Iterator[Any], reading: list[int]) -> Iterator[Any]:
-        """Record the first sample of a pass. Warn if a pass that a resume reads again starts with another sample."""
+        """Record the first sample of a pass. Warn if a resume repeats a pass and gets a different first sample."""
         self._first_sample = []
         for batch in itertools.islice(iterator, 1):
             self._first_sample = [*reading, batch[1]]
@@ -317,7 +317,7 @@ class Sizes:
         self.window = batch * size
 
     def repartition(self, plan: WindowPlan) -> bool:
-        """Divide later passes by a plan for a different number of ranks. Return True if the batch sizes change.
+        """Divide later passes according to a plan for another number of ranks. Return True if batch sizes change.
 
         Raises:
             MisconfigurationException: a window has fewer samples than there are ranks.
@@ -494,7 +494,7 @@ class Shard(IterableDataset[Any]):
         yield from samples
 
     def _left(self, number: int, info: WatchedInfo | None) -> int | None:
-        """Return a sample's number among the samples that earlier attempts have not drawn; None if one has drawn it."""
+        """Return a sample's number among those that no earlier attempt has drawn; None for a sample already drawn."""
         worker = None
         if info is not None and self._looked:
             for attempt in self.attempts:

@@ -1,4 +1,4 @@
-"""The accumulation window: one rank's micro-batches of an optimizer step, with their weights and shares."""
+"""Accumulation window: one rank's micro-batches of an optimizer step, with their weights and loss factors (shares)."""
 
 from __future__ import annotations
 

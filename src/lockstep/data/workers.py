@@ -1,4 +1,4 @@
-"""Support for loader workers: a recommended number, signals, and errors that explain why a worker died."""
+"""Support for loader workers: how many to use, which signals they block, and errors that explain why one died."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SENT_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sig
 
 
 def opened(loader: Iterable[Any]) -> Iterator[Any]:
-    """Return ``iter(loader)``, modified so that the pass ends with an error if a worker of torch's is killed.
+    """Return ``iter(loader)``, modified so that the pass raises an error if a loader worker is killed.
 
     torch ends its workers by a `multiprocessing.Event`, and each worker takes the event's lock once a batch. A worker
     that is killed at that moment (by the kernel, out of memory) never releases the lock. The training process would

@@ -87,7 +87,7 @@ class SynchronizedNorms:
                 comm.broadcast_tensors([buffer for layer in layers for buffer in layer.buffers()], first, group)
 
     def _without(self, absent: tuple[int, ...], groups: list[comm.Group]) -> dict[int, comm.Group]:
-        """Return a process group without the ``absent`` ranks for each of ``groups``, by the group's id. Collective."""
+        """Map the id of each group in ``groups`` to a process group without the ``absent`` ranks. Collective."""
         if absent not in self._present:  # a group costs connections: it is made once for each set of absent ranks
             wanted = {id(group): [r for r in comm.ranks_of(group) if r not in absent] for group in groups}
             # all ranks make all groups, in one order, which `new_group` requires

@@ -111,7 +111,7 @@ def column_group(replicas: ReplicaMap, timeout: timedelta) -> comm.Group:
 
 
 def group_among(parts: Sequence[Sequence[int]], timeout: timedelta) -> comm.Group:
-    """Create a process group for each list of ranks in ``parts``; return the group with this rank. Collective."""
+    """Create a process group for each list of ranks in ``parts``; return this rank's group. Collective."""
     made: list[comm.Group] = [dist.new_group(list(ranks), timeout=timeout) for ranks in parts]
     return next(group for ranks, group in zip(parts, made, strict=True) if comm.rank() in ranks)
 
@@ -197,7 +197,7 @@ def _goes_alone(tensor: Tensor) -> bool:
 
 
 class _KnownTensors:
-    """Index of one rank's tensors by content, on all ranks. The constructor is collective.
+    """Lookup table of one rank's tensors by hash, with a copy on every rank. The constructor is collective.
 
     Args:
         rank: the rank whose tensors are indexed.
@@ -215,7 +215,7 @@ class _KnownTensors:
             self._numbers.setdefault(digest, []).append(number)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Return the index of an equal tensor that was not returned before; None if there is none."""
+        """Return the index of an equal tensor; each index is returned once. Return None if none is left."""
         numbers = self._numbers.get(_digest(tensor))
         return numbers.pop() if numbers else None
 
@@ -330,7 +330,7 @@ class Collectives:
         return comm.combined(self._sent(vector), combine) if self.world.size > 1 else combine(vector.unsqueeze(0))
 
     def combined_there(self, row: Tensor, combine: comm.Combine) -> Tensor:
-        """Combine rows on this rank's device as `combined` does, without waiting for the device."""
+        """Combine one tensor per rank as `combined` does, on this rank's device and without waiting for the device."""
         return comm.combined_there(row, combine)
 
     def _sent(self, tensor: Tensor) -> Tensor:
@@ -338,7 +338,7 @@ class Collectives:
         return tensor if comm.backend_of(None, "cpu") else tensor.to(self.device)
 
     def from_zero(self, obj: object, make: Callable[[list[Any]], Any]) -> Any:
-        """Gather small picklable objects on rank 0, call ``make`` with their list, and broadcast its result.
+        """Gather small picklable objects on rank 0, call ``make`` with the list of them, and broadcast its result.
 
         ``make`` runs only on rank 0 and must not raise.
         """

@@ -144,7 +144,7 @@ class ModelCopies:
 
     @contextmanager
     def one_model(self) -> Iterator[None]:
-        """Inside the block, set every rank's model to the one that checkpoints save; then restore each rank's own.
+        """Set every rank's model to the one that checkpoints save, and restore each rank's own after the block.
 
         The checkpoint's model has rank 0's buffers; under local steps it is the mean over the ranks. Collective.
         """

@@ -148,7 +148,7 @@ class Gradients(Generic[Holder]):
         return {"gradients": {name: p.grad.detach().cpu().clone() for name, p in named.items() if p.grad is not None}}
 
     def load_window_state(self, saved: dict[str, Any]) -> None:
-        """Restore gradients from `window_state`, or full gradients of all parameters from ``"gradients"``. Collective.
+        """Restore gradients that `window_state` returned, or full gradients under the key ``"gradients"``. Collective.
 
         Full gradients come from a run with other ranks or another engine; they are the mean over its replicas.
         """
@@ -289,7 +289,7 @@ class Engine:
             raise MisconfigurationException(f"{error}.") from None
 
     def _begin_recomputation(self) -> None:
-        """Start recomputing activations of the layers that the arguments select, and of layers in torch's wrappers."""
+        """Start recomputing activations of layers that the arguments select, and of torch's ``CheckpointWrapper``."""
         try:
             self._recomputation.begin(self.module)
         except ValueError as error:

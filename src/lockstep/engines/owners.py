@@ -1,4 +1,4 @@
-"""Assignment of parameters to owner ranks, which alone update them, and checks that optimizers allow it."""
+"""Assignment of each parameter to an owner rank, which alone updates it; checks that optimizers allow this."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ class Owners:
         return result if closure is None else loss
 
     def _updating(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Return a context for the update that hides other ranks' parameters, and exchanges the new values on exit."""
+        """Return a context manager for the update, to hide other ranks' parameters and exchange new values on exit."""
         raise NotImplementedError
 
     def _with_gradient(self, optimizer: Optimizer) -> list[Tensor]:

@@ -114,7 +114,7 @@ class RankedStrategy(Strategy):
             self._nccl = Variables(nccl)
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Store rank, device and precision. Raise if the backend cannot work, before anything is started.
+        """Store rank, device and precision. Raise if the backend cannot work, before the process group is created.
 
         Args:
             world: ranks and nodes of the run, and the place of this process among them.

@@ -142,7 +142,7 @@ class Strategy(Engine):
         self.check_trained(replaced=True)
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Raise if parameters, which ranks would train differently, were added to module or optimizers. Collective.
+        """Raise if module or optimizers got new parameters, which ranks would train differently. Collective.
 
         Args:
             replaced: True if new optimizers replaced the previous ones; False after the first hooks of an epoch, also
@@ -404,7 +404,7 @@ class Strategy(Engine):
     # -- Lightning's names: of the collectives, each overridable
 
     def make_agreement(self) -> ConsensusFlags:
-        """Create the flags that this run's ranks share."""
+        """Create this run's flags, which any rank can request and all ranks see at the same boundary."""
         return self.collectives.make_agreement()
 
     def check_present(self, call: str, group: comm.Group = None) -> None:

@@ -123,7 +123,7 @@ class TorchAccelerator(Accelerator):
         return present if carries(None, self.device_type) else min(present, 1)
 
     def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
-        """Return the devices that ``devices`` selects, in its order."""
+        """Return the devices that ``devices`` selects, in the given order."""
         kind = self.device_type
         present = self.auto_device_count() if devices == "auto" else int(device_module(kind).device_count())
         return [torch.device(kind, index) for index in indices_of(devices, present, kind)]

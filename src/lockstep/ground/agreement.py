@@ -188,7 +188,7 @@ class ConsensusFlags:
 
 
 class _Channel(Protocol):
-    """Interface of the channels through which the ranks' requests for bits reach the other ranks."""
+    """Interface of a channel through which the ranks exchange which bits they have requested."""
 
     def publish(self, wanted: Iterable[int]) -> None: ...
 
@@ -347,7 +347,7 @@ Receive = Callable[[Tensor, int], Work]
 
 
 def exchanged(place: int, count: int, row: Tensor, send: Send, receive: Receive) -> Generator[list[Work], None, Tensor]:
-    """Exchange the leaders' rows of numbers, and return their element-wise maximum.
+    """Exchange one row of numbers per leader (one rank per host), and return the rows' element-wise maximum.
 
     The generator yields lists of messages. The caller must wait for these before the next step.
 
@@ -443,7 +443,7 @@ class HostMaximum:
             comm.barrier(self._own_group)
 
     def begin(self, row: Sequence[int]) -> None:
-        """Start a new round: publish this rank's numbers for the next maximum. Does not wait."""
+        """Start a new round: publish this rank's row for the next maximum. Does not wait."""
         self._round += 1
         self.has_started, self.is_started = True, False
         self._mine = torch.tensor(row, dtype=torch.int64)
@@ -452,7 +452,7 @@ class HostMaximum:
 
     @waits("agreeing with the other ranks")
     def start(self) -> None:
-        """Start the exchange between the hosts' leaders. A leader first waits for the numbers of its host's ranks."""
+        """Start the exchange between leaders (one rank per host). A leader first waits for its host's ranks."""
         if not self.has_started or self.is_started:
             return
         self.is_started = True

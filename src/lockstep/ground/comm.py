@@ -72,7 +72,7 @@ def ranks_of(group: Group = None) -> list[int]:
 
 
 def carrier(group: Group, preferred: torch.device) -> torch.device:
-    """Return the device on which a tensor has to be so that ``group`` can send it.
+    """Return the device to which a tensor must be moved so that ``group`` can send it.
 
     That is ``preferred`` if possible, else the CPU, else this process's accelerator. NCCL carries only GPU tensors, so
     CPU tensors travel by way of a GPU: see `travel_by`.
@@ -93,7 +93,7 @@ def backend_of(group: Group, kind: str) -> str:
 
 
 def travel_by(device: torch.device, group: Group = None) -> None:
-    """From now on, send CPU tensors over ``group`` through ``device`` if its backend cannot send from the CPU.
+    """From now on, send CPU tensors over ``group`` through ``device`` if the group's backend cannot send CPU tensors.
 
     Without this call, they travel through the current accelerator.
 
@@ -205,7 +205,7 @@ def all_gather_tensor(tensor: Tensor, group: Group = None) -> Tensor:
 
 
 class RowExchange:
-    """An exchange of each rank's row of numbers, which starts at one boundary and is read at a later one.
+    """An asynchronous all-gather of one list of numbers per rank, started at one boundary and read at a later one.
 
     Args:
         row: this rank's numbers, of the same length on all ranks.
@@ -228,14 +228,14 @@ class RowExchange:
 
     @waits()
     def read(self) -> list[list[float]]:
-        """Wait for all rows and return them, ordered by rank."""
+        """Wait for the numbers of all ranks, and return one list per rank, ordered by rank."""
         if self._work is not None:
             self._work.wait()
         return self._rows.tolist()
 
     @waits()
     def send_only(self) -> None:
-        """Wait at most 5 seconds for this rank's row to be sent. Ignore errors, and do not read any row."""
+        """Wait at most 5 seconds until this rank's numbers are sent. Ignore errors, and do not read any numbers."""
         if self._work is not None and is_distributed():
             with suppress(RuntimeError):  # a rank that is gone cannot answer
                 self._work.wait(timedelta(seconds=5))
@@ -287,7 +287,7 @@ def _by_tree(rows: Tensor, combine: Combine) -> Tensor:
 
 @waits()
 def combined_by_messages(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
-    """Compute `combined` for CPU tensors by messages. Of eight neighbors, one receives the tensors of the others.
+    """Compute `combined` for CPU tensors by messages. In each group of eight neighbors, one receives the other tensors.
 
     The call is recorded as one collective, since no rank returns before all ranks have entered.
     """

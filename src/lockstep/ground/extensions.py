@@ -215,7 +215,7 @@ def is_there(extension: str) -> bool:
 
 
 def available() -> dict[str, Extension]:
-    """Return the rows of the table for the installed extensions, by the extension's name."""
+    """Return the table's entries for the installed extensions, by the extension's name."""
     return {name: rows for name, rows in EXTENSIONS.items() if is_there(name)}
 
 
@@ -235,7 +235,7 @@ def names_of(face: str) -> dict[str, str]:
 
 
 def module_of(path: str) -> str | None:
-    """Return the full path of the extension's module to which a path below lockstep redirects. Return None without one.
+    """Map an import path below lockstep to the extension's module that it redirects to, or to None without redirection.
 
     Example:
         >>> module_of("verify.certificate")
@@ -332,7 +332,7 @@ def _at(extension: str, place: str) -> Any:
 
 @functools.cache
 def _others(group: Group) -> dict[str, list[EntryPoint]]:
-    """Return the entry points for a group that other distributions provide, by name."""
+    """Return the entry points in a group that other installed distributions define, by name."""
     # Takes 10 ms, so it is imported only for names that lockstep lacks.
     from importlib.metadata import entry_points
 

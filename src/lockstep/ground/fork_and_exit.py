@@ -1,4 +1,4 @@
-"""Safe forks and exits of processes with torch's threads, and flushing of open files before ``os._exit``.
+"""Functions that make forks and exits safe despite torch's threads, and that flush files before ``os._exit``.
 
 A forked child must not inherit a lock that no thread will release, and no process may exit while one of torch's threads
 still wants the interpreter.
@@ -54,7 +54,7 @@ def protect_forks() -> None:
 
 
 class _Collector:
-    """Switch for Python's garbage collector around a fork.
+    """Fork handlers that disable Python's garbage collector during a fork.
 
     In the child, other packages' fork handlers run first. They may create enough objects for a collection, which would
     free memory that is pinned for a device and abort the child.
@@ -74,7 +74,7 @@ class _Collector:
             gc.enable()
 
     def freeze_in_child(self) -> None:
-        """In the child, exclude the parent's objects from collection, and enable the collector if it was enabled."""
+        """In the child, freeze the parent's objects, and enable the collector if it was enabled before the fork."""
         gc.freeze()
         self.enable()
 
@@ -88,7 +88,7 @@ def settle_at_exit() -> None:
 
 
 def settle() -> None:
-    """Wait until no thread of torch waits for the interpreter, for at most :data:`LAST_PATIENCE` seconds.
+    """Wait until no thread of torch waits for the GIL, for at most :data:`LAST_PATIENCE` seconds.
 
     A thread that wants the interpreter wakes up in each switch interval, so two intervals show it, even if other
     threads of Python get the lock first. A thread that stays asleep waits for work or for other ranks. Collectives that
@@ -116,7 +116,7 @@ def wait_for_torch_threads(quiet: float = 0.0002, patience: float | None = None)
 
 
 def _asleep() -> dict[str, bytes] | None:
-    """Return how often each of torch's threads has gone to sleep, by thread. Return None if any thread is awake."""
+    """Return how many times each of torch's threads went to sleep, by thread id; None if one is awake."""
     found = {}
     for thread in os.listdir("/proc/self/task"):
         # torch also names this one, in processes that it has started.

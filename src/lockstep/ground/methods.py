@@ -116,7 +116,7 @@ def has_compiled(module: nn.Module) -> bool:
 
 
 def is_compiled_layer(layer: nn.Module) -> bool:
-    """Return True if the layer has been compiled itself. Compiled layers inside it do not count."""
+    """Return True if the layer itself is compiled. Compiled layers inside the layer do not count."""
     if isinstance(layer, torch.jit.ScriptModule) or type(layer).__name__ == "OptimizedModule":
         return True
     if getattr(layer, "_compiled_call_impl", None) is not None:  # torch.compile in place, `layer.compile()`

@@ -189,7 +189,7 @@ def parameters_outside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str
 
 
 def listed(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
-    """Iterate over an optimizer's parameters by ``list.__iter__``, because a sharded list's own iterator would wait."""
+    """Iterate over an optimizer group's parameters, without an ``__iter__`` that a subclass of list may define."""
     return list.__iter__(parameters) if isinstance(parameters, list) else iter(parameters)
 
 

@@ -181,13 +181,13 @@ def does(words: str) -> Callable[[F], F]:
 
 
 def waits(words: str = "") -> Callable[[F], F]:
-    """Mark a function that waits for other ranks, optionally with a description as for `does`."""
+    """Mark a function that waits for other ranks. ``words`` may describe what the rank does, as in `does`."""
     return lambda function: function
 
 
 @functools.cache
 def marks_in(file: str) -> dict[str, Doing]:
-    """Read the marks of functions from a source file of lockstep, by function name. Return {} without a source."""
+    """Return the `does` and `waits` marks in a source file, by function name; {} if the file cannot be read."""
     try:
         with open(file) as source:
             tree = ast.parse(source.read())

@@ -52,7 +52,7 @@ def on_one_host(group: comm.Group) -> bool:
 
 
 def host_number() -> int:
-    """Return a 63-bit hash of `host`."""
+    """Return a 63-bit hash of this host's identifier (see `host`)."""
     return int.from_bytes(hashlib.blake2b(host().encode(), digest_size=8).digest(), "big") >> 1
 
 

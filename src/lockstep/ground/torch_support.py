@@ -260,7 +260,7 @@ def _is_there(name: str) -> bool:
 
 
 def _longest_module(names: list[str]) -> tuple[object, list[str]]:
-    """Import the longest prefix of a dotted name that is a module. Return the module and the other names."""
+    """Import the longest prefix of a dotted name that is a module. Return the module and the remaining names."""
     for length in range(len(names), 0, -1):
         try:
             return importlib.import_module(".".join(names[:length])), names[length:]

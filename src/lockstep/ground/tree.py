@@ -100,7 +100,7 @@ TENSORS: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class NotPlain(TypeError):
-    """Error for a value that has no plain form, and so cannot be in a checkpoint.
+    """Error for a value that `plain` cannot convert, and that a checkpoint therefore cannot contain.
 
     Attributes:
         value: the value without a plain form.
@@ -126,7 +126,7 @@ def plain(value: object) -> Any:
 
 
 def classes_in(value: object, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Yield the path and class of each object in `value` that can be rebuilt from its plain form and its class.
+    """Yield the path and class of each object in `value` that can be rebuilt from its class and its result of `plain`.
 
     Yields:
         The path of the object in the plain form, and ``"module:name"`` of its class. A path consists of keys, indices
@@ -152,7 +152,7 @@ def classes_in(value: object, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def is_rebuildable(kind: type) -> bool:
-    """Return True if objects of a class can be rebuilt from their plain form."""
+    """Return True if objects of a class can be rebuilt from the result of `plain`."""
     return (
         dataclasses.is_dataclass(kind)
         or issubclass(kind, (Enum, PurePath))

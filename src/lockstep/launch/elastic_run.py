@@ -428,7 +428,7 @@ class OneNode(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Start the next round of the rendezvous, with which the ranks are started or restarted."""
+        """Start the next round of the rendezvous. The agent calls this method before it starts or restarts ranks."""
         self._round += 1
         store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(HERE, self._store.port))

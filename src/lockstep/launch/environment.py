@@ -342,7 +342,7 @@ except OSError:  # the folder was removed
 
 
 def inherit(environ: Mapping[str, str] = os.environ) -> None:
-    """Read this process' rank and seed from the environment. If a parent is given there, end when the parent ends.
+    """Read this process' rank and seed from the environment. If a variable names the parent, end when it ends.
 
     Called when `lockstep` is imported, so that `rank_zero_only` and a bare ``seed_everything()`` work in the lines of a
     script before its Trainer.

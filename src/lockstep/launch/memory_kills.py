@@ -1,4 +1,4 @@
-"""Detection of processes that the system killed because memory ran out, from the kernel's counts of such kills."""
+"""Detection of processes that the OOM killer has killed, from the kernel's counts of OOM kills."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PERHAPS = (
 
 
 class MemoryKills:
-    """Detector for processes that the system killed (SIGKILL) because memory ran out.
+    """Detector for processes that the kernel's OOM killer has ended by SIGKILL.
 
     A kill is certain if the process' own cgroup counted it at about that time. Without such a count, or with that of
     the whole machine, a kill at about that time is only a possible explanation.
@@ -46,7 +46,7 @@ class MemoryKills:
                     counts.setdefault(file, _count(file))
 
     def update(self) -> None:
-        """Read the current counts of kills, and the cgroups of the processes. Call this method about once a second."""
+        """Read the counts of OOM kills, and the processes' cgroups. Call this method about once a second."""
         for process in [*self._files]:
             self.add(process)
         now = time.monotonic()
@@ -68,7 +68,7 @@ class MemoryKills:
 
 
 def _events_of(process: int) -> Path | None:
-    """Return the path of the file with the number of kills in a process' cgroup. Return None without a cgroup."""
+    """Return the path of the file that counts OOM kills in a process' cgroup. Return None without a cgroup."""
     try:
         lines = Path(f"/proc/{process}/cgroup").read_text().splitlines()
     except OSError:
@@ -90,7 +90,7 @@ def _events_of(process: int) -> Path | None:
 
 
 def _count(file: Path) -> int:
-    """Return the number of processes killed for lack of memory, from a file of the kernel."""
+    """Read the number of OOM kills from a file of the kernel, such as ``memory.events``."""
     try:
         lines = file.read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

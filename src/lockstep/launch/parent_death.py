@@ -51,7 +51,7 @@ def end_with(parent: int) -> None:
 
 
 def rank_preparation() -> Callable[[], None]:
-    """Return the function that a new rank calls first, to get a POSIX process group and to end with this process.
+    """Return the function that a new rank calls first. It creates a process group, and binds the rank to this process.
 
     The system watches the thread that starts the rank. That thread must not end before the process.
     """

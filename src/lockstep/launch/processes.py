@@ -162,11 +162,11 @@ class RankProcesses:
         self._processes[rank] = _Started(process, group=True)
 
     def add(self, rank: int, process: Process) -> None:
-        """Watch a process that runs a rank and that other code has started as a child of this process."""
+        """Watch a rank's process that other code has started as a child of this process."""
         self._processes[rank] = _Started(process, group=False)
 
     def adopt(self, rank: int, process: Foreign, stop: bool = True) -> None:
-        """Watch a process that runs a rank and that is not a child of this process.
+        """Watch a rank's process that is not a child of this process.
 
         Args:
             rank: the rank.

@@ -66,7 +66,7 @@ class ScriptLauncher:
         self._launched = launched
 
     def launch(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
-        """Return ``function(*args, **kwargs)``, called in this process after all ranks of the node have started.
+        """Start the node's other ranks if needed, then call ``function(*args, **kwargs)`` here and return its result.
 
         Raises:
             MisconfigurationException: there is no script that could be started again.
@@ -92,7 +92,7 @@ class ScriptLauncher:
 
 
 def check_not_nested(world: World, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Raise an error if this process is a child process of a rank, and has only inherited the rank's variables.
+    """Raise an error if this process is a child of a rank, and only inherited the rank's environment variables.
 
     A script that a rank starts inherits the rank's variables. It would wait for ranks that do not expect it. Without an
     error, record this process' rank for its own child processes.
@@ -119,7 +119,7 @@ def check_not_nested(world: World, environ: MutableMapping[str, str] = os.enviro
 
 
 def check_first_call(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Raise an error if this rank's first call is not the call in which rank 0 started this rank.
+    """Raise an error if this rank's first Trainer call is not the call for which rank 0 started this rank.
 
     The first call of this rank is then one that rank 0 ran alone.
 

@@ -52,7 +52,7 @@ STAYS = ("cpu", "meta")
 
 
 def pack(obj: object, file: IO[bytes]) -> None:
-    """Write an object to a file with cloudpickle. Tensors are copied to the CPU, and code keeps its file names.
+    """Write an object to a file with cloudpickle. Copy tensors to the CPU, and keep file names for tracebacks.
 
     The reading process may have other devices, or none. On a GPU, each reader would allocate a copy. Since version
     3.1.3, cloudpickle omits file names, and tracebacks would show "<dynamic-code>".
@@ -146,7 +146,7 @@ class SpawnLauncher:
             processes.stop(GRACE / 4)
 
         def report(rank: int) -> None:
-            """Report the first cause to the other ranks. The errors of their collectives will name the cause."""
+            """Report the first failure to the other ranks, so that errors in their collectives name it."""
             first = early_cause(processes.failed, mailbox.read(), monitor.positions()) if processes.failed else None
             if first is not None and not mailbox.others("first"):
                 mailbox.leave({"first": str(first), "rank": first.rank})
@@ -240,7 +240,7 @@ def _write(call: Call, file: IO[bytes], strategy: str) -> None:
 
 
 def _traces(cause: Cause | Ended | Divergence | None) -> str:
-    """Return the first cause's traceback, or the stacks of ranks that diverged, to print above the last line."""
+    """Return the traceback of the first failed rank, or the stacks of diverged ranks, to print above the last line."""
     if isinstance(cause, Cause) and not cause.is_exit:
         return f"a rank failed:\n\n{cause.trace}\n"
     if isinstance(cause, Divergence) and cause.trace:

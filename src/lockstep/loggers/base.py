@@ -125,7 +125,7 @@ class Logger(ABC):
 
 
 class DummyExperiment:
-    """Experiment on ranks other than 0, which accepts any call and any index, and does nothing."""
+    """Placeholder for the experiment on ranks other than 0. It accepts any call and any index, and does nothing."""
 
     def nop(self, *args: object, **kwargs: object) -> None:
         """Do nothing."""

@@ -153,13 +153,13 @@ class MLFlowLogger(Logger):
 
     @property
     def run_id(self) -> str | None:
-        """Id of the MLflow run, which is created when rank 0 first reads this; see :meth:`share` for other ranks."""
+        """Id of the MLflow run, created when rank 0 first reads this property; see :meth:`share` for other ranks."""
         _ = self.experiment
         return self._run_id
 
     @property
     def experiment_id(self) -> str | None:
-        """Id of the MLflow experiment, which is created with the run when rank 0 first reads this."""
+        """Id of the MLflow experiment, which is created with the run when rank 0 first reads this property."""
         _ = self.experiment
         return self._experiment_id
 

@@ -79,7 +79,7 @@ class CallArguments:
 
 @contextmanager
 def call(session: Session, request: CallArguments) -> Iterator[None]:
-    """Set up a Trainer call, run its loop in the ``with`` block, and tear down, also after an error.
+    """Set up a Trainer call, run its loop in the ``with`` block, and tear the call down, also after an error.
 
     The order of hooks is Lightning's: ``configure_callbacks``, ``prepare_data``, ``setup``, ``configure_model``,
     weights and callbacks restored, module on its device, ``configure_optimizers``, ``on_fit_start``, training
@@ -530,7 +530,7 @@ def _interruptible(session: Session) -> Iterator[None]:
 
 
 def leave_device(session: Session) -> None:
-    """Move module and optimizer states back to the CPU, unless a failure forbids it."""
+    """Move module and optimizer states back to the CPU, unless a failure may have left the device blocked."""
     strategy = session.strategy
     failed = session.state.status is TrainerStatus.INTERRUPTED and session.interruption is None
     if not failed:

@@ -53,7 +53,7 @@ class FitEnding:
         self.start()
 
     def start(self) -> None:
-        """Reset the reason for the end and the limits, before a new fit."""
+        """Reset the limits and the reason to stop before a new fit."""
         self.reason: str | None = None
         self.had_no_batches = False
         self._has_reported = False  # that a stop waits for `min_epochs` and `min_steps`
@@ -90,7 +90,7 @@ class FitEnding:
         return stop and self.in_epoch() is not None
 
     def act_on_signals(self) -> None:
-        """Handle a received signal if the ranks have agreed to interrupt the fit. Collective in that case."""
+        """Handle a received signal once the request to interrupt has reached all ranks. Collective in that case."""
         session, signals = self._session, self._session.signals
         if signals is None:
             return
@@ -164,7 +164,7 @@ class FitEnding:
 
     @does("ending the fit")
     def share(self) -> None:
-        """Broadcast rank 0's reason for the end to all ranks. Collective."""
+        """Broadcast from rank 0 the reason why the fit ends. Collective."""
         session = self._session
         if session.world_size > 1:
             # only rank 0 has the reason of its clock, and only some ranks that of a callback

@@ -278,7 +278,7 @@ class EvaluationLoop:
             results.end_loader(loader)
 
     def _batches(self, feed: EvaluationFeed) -> Iterator[tuple[Any, int, int, float, bool]]:
-        """Iterate over this rank's batches; each item ends with True for a padding batch (see `loop/padding.py`)."""
+        """Yield this rank's batches as tuples, whose last item is True for a padding batch (see `loop/padding.py`)."""
         strategy = self.session.strategy
         if strategy.runs_padding and strategy.world_size > 1:
             return in_step(feed, strategy)

@@ -315,7 +315,7 @@ class FiniteWatch:
         return list(dict.fromkeys(name for own in session.strategy.gather_objects(names) for name in own))
 
     def _gather_findings(self, names: list[str]) -> tuple[NonFiniteNumber | None, dict[str, int]]:
-        """Return the first non-finite number on any rank, and each tensor name with its lowest rank. Collective."""
+        """Return the first non-finite number on any rank, and for each name the lowest rank that has it. Collective."""
         session = self._session
         assert session is not None
         every = session.strategy.gather_objects((self._first, names))

@@ -268,7 +268,7 @@ class FitLoop(FitNames):
             )
 
     def _warn_of_eval_mode(self) -> None:
-        """Warn about submodules in eval mode, because some libraries return models in it. The fit changes no modes."""
+        """Warn about submodules in eval mode, in which some libraries return models. The fit does not change modes."""
         parts = [name or type(part).__name__ for name, part in self.session.module.named_modules() if not part.training]
         if parts:
             others = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
@@ -358,7 +358,7 @@ class FitLoop(FitNames):
             )
 
     def _request_loaders(self, stage: str) -> Any:
-        """Request the loaders of a stage. In their hook, ``current_epoch`` is the first epoch that uses the loaders."""
+        """Request a stage's loaders. In the dataloader hook, ``current_epoch`` is the first epoch that uses them."""
         progress, every = self.session.fit.progress, self.session.config.reload_dataloaders_every_n_epochs
         epoch, of = progress.epoch, progress.train_loaded if stage == "train" else progress.val_loaded
         progress.epoch = epoch if of is None or not every else of

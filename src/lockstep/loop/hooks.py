@@ -265,7 +265,7 @@ class Hooks:
 def _split(
     methods: tuple[CallbackMethod, ...], belongs: Callable[[Callback], bool]
 ) -> tuple[tuple[CallbackMethod, ...], tuple[CallbackMethod, ...]]:
-    """Split methods into (others, chosen) by a condition on their callback."""
+    """Split methods into two tuples: those with ``belongs(callback)`` False, and those with True."""
     chosen = tuple(method for method in methods if belongs(method.owner))
     return tuple(method for method in methods if method not in chosen), chosen
 

@@ -31,7 +31,7 @@ class LoggedMetrics:
         self.publish(values, reduced=False, to=to)
 
     def reduced(self) -> dict[str, Tensor]:
-        """Return a copy of ``callback`` with reduced values only, as they were before :meth:`preview` replaced them."""
+        """Return a copy of ``callback``, with the reduced values from before :meth:`preview` replaced some of them."""
         found: dict[str, Tensor | None] = {**self.callback, **self._before}
         return {name: value for name, value in found.items() if value is not None}
 

@@ -60,7 +60,7 @@ class Rows:
         return torch.tensor(numbers, dtype=torch.float64)
 
     def make_on(self, device: torch.device, parts: Sequence[tuple[Any, float, int]]) -> Tensor:
-        """Pack values from any device into a row on ``device``, without a hash of their names and without waiting."""
+        """Pack values from any device into a row on ``device`` asynchronously. The row has no hash of the names."""
         far = [isinstance(value, Tensor) and value.device.type != "cpu" for value, *_ in parts]
         known = [(0.0 if there else value, *rest) for there, (value, *rest) in zip(far, parts, strict=True)]
         row = self.make(0, False, [part_of(op, *each) for op, each in zip(self.ops, known, strict=True)])
@@ -121,7 +121,7 @@ class Rows:
 
 
 def part_of(op: str, value: Any, weight: float, micro_batch: float) -> Part:
-    """Return a value as the `Part` that a row stores. For an epoch's mean (micro-batch 0), ``value`` is a sum."""
+    """Convert a value to a row's `Part`. The value of an epoch's mean (micro-batch 0) must be a weighted sum."""
     if weight == 0.0:
         return NEUTRAL[op], 0.0, 0.0
     number = float(value)
@@ -129,7 +129,7 @@ def part_of(op: str, value: Any, weight: float, micro_batch: float) -> Part:
 
 
 def head(names: int, count: int, wants_each_step: bool) -> list[float]:
-    """Return a row's header, with counts and negated counts: a maximum over the ranks then also yields the minimum."""
+    """Return a row's header. The negated hash and count let a maximum over the ranks also yield their minimum."""
     return [float(names), float(count), -float(names), -float(count), float(wants_each_step)]
 
 

@@ -54,7 +54,7 @@ Reader = Callable[[Entry], tuple[Any, float, int]]  # (value, weight, the micro-
 
 
 def _place(key: Key) -> tuple[int, Key]:
-    """Return the key by which logged entries are sorted, identically on all ranks."""
+    """Return the sort key of a logged entry, which is identical on all ranks."""
     return _PLACES[key[0]], key
 
 
@@ -149,7 +149,7 @@ class LogCollector:
         self._combine_on_device, self._device = combined, device
 
     def enter(self, hook: str, dataloader_idx: int = -1) -> None:
-        """Record values that are logged from now on as values of a hook and a loader."""
+        """Assign all values that are logged from now on to this hook and this loader."""
         self.hook = (hook, dataloader_idx)
         self.table = self._tables.get(self.hook)
         if self.table is None and hook in LOGGING:
@@ -221,7 +221,7 @@ class LogCollector:
         return known
 
     def _add_metric(self, entry: Entry, metric: Metric, weight: float) -> None:
-        """Record a torchmetrics object, whose state yields the epoch's value, and the result of its last forward."""
+        """Record a torchmetrics object for the epoch's value, and its last forward's result for the step's value."""
         if entry.metric is not None and entry.metric is not metric and entry.epoch_fresh:
             kind = type(metric).__name__
             raise MisconfigurationException(NEW_METRIC.format(name=entry.key[2], hook=entry.key[0], metric=kind))
@@ -372,7 +372,7 @@ class LogCollector:
             metric.reset()
 
     def _computed(self, entries: list[Entry]) -> dict[Key, Any]:
-        """Compute each entry's metric over the ranks, and over the loaders that logged it. Collective."""
+        """Compute each entry's metric over all ranks, and over all loaders for which it was logged. Collective."""
         # entries of one metric are computed once: each `compute` sends the metric's states
         groups: dict[tuple[int, Any], list[Entry]] = {}
         for entry in entries:
@@ -419,7 +419,7 @@ class LogCollector:
         return [(entry, value.to(entry.dtype)) for entry, value in zip(fresh, shown, strict=True)]
 
     def _local_parts(self, fresh: list[Entry], read: Reader) -> list[Part]:
-        """Return the numbers that this rank's row stores for each entry. Values on a device are copied together."""
+        """Return this rank's contribution (`Part`) to the reduction of each entry. Copies from devices are batched."""
         parts = [read(entry) for entry in fresh]
         numbers = floats([value if weight else 0.0 for value, weight, _ in parts])
         return [
@@ -559,7 +559,7 @@ def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
 
 
 def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:
-    """Reduce values that several loaders logged under one name (``add_dataloader_idx=False``), to one total.
+    """Reduce the values that one name has for several loaders (``add_dataloader_idx=False``) to one total.
 
     Raises:
         MisconfigurationException: the loaders log it in different ways.

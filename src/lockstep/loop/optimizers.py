@@ -1,4 +1,4 @@
-"""Optimizers and schedulers of a run: parsing of ``configure_optimizers``, and wrappers for users."""
+"""Optimizers and schedulers of a run: parsing of ``configure_optimizers``, and wrappers for ``self.optimizers()``."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def _unpack_dicts(returned: Sequence[dict[str, Any]]) -> tuple[list[Any], list[A
 
 
 def _unpack_sequence(returned: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
-    """Split a sequence into optimizers and schedulers; return None if its shape is unknown."""
+    """Split a sequence into optimizers and schedulers; return None if its structure is not recognized."""
     if not returned:
         return None
     if len(returned) == 2 and isinstance(returned[0], (list, tuple)) and all(map(_is_optimizer, returned[0])):

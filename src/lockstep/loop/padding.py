@@ -1,4 +1,4 @@
-"""Padding batches, which a rank without samples runs. After each of them, the state of its module is restored.
+"""Padding batches, which a rank without samples runs. After each padding batch, the module's state is restored.
 
 Manual optimization runs ``training_step`` on every rank, even if a rank has no samples of a batch: the rank then gets a
 sample of another rank. An engine whose forwards communicate needs padding batches in evaluations too. Restored

@@ -54,7 +54,7 @@ class Loop(Protocol):
 
 
 class Instruments:
-    """Replaces methods of one Trainer call by timed versions.
+    """Replaces the methods that one Trainer call runs by timed versions.
 
     Args:
         session: the session, with hooks, loaders and strategy ready, before the loop starts.
@@ -242,7 +242,7 @@ class Instruments:
 
 
 class _TimedModule:
-    """Proxy for the user's module in an update, with timed optimizer methods."""
+    """Proxy for the user's module that times its optimizer methods during an update."""
 
     def __init__(self, module: LightningModule, instruments: Instruments) -> None:
         self._module = module

@@ -170,7 +170,7 @@ _KINDS: dict[str, tuple[type[float] | type[None], ...]] = {
 
 
 def _validation_is_due(batches: dict[str, Any], validation: dict[str, Any] | None) -> bool:
-    """Return True if Lightning saved after a batch, but before the end of the validation that follows the batch."""
+    """Return True if Lightning wrote the checkpoint after a batch, but before the end of that batch's validation."""
     processed = batches.get("processed", 0)
     if batches.get("completed", processed) < processed:
         return True  # in `on_train_batch_end`

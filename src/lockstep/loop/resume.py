@@ -132,7 +132,7 @@ class SavedRanks:
         return all("results" in part for part in self.of_replicas if part)  # an entry that was not read is empty
 
     def part_for(self, rank: int, replicas: ReplicaMap, cuts: bool, first_logs: bool) -> RankEntry:
-        """Return the entry for a rank of the resumed run, which may have different replicas.
+        """Return the entry for a rank of the resumed run, in which replicas may consist of different ranks.
 
         Args:
             rank: rank in the resumed run.
@@ -216,7 +216,7 @@ def _select(part: RankEntry, *keys: str) -> RankEntry:
 
 
 class RunBatches:
-    """Plan by which a Trainer's fits count batches, so that a resume with another number of ranks finds its position.
+    """Plan for counting batches in fits, with which a resume on a different number of ranks finds its position.
 
     Attributes:
         saved: plan from the checkpoint that the fit resumes from; None once training continues.
@@ -321,7 +321,7 @@ class RunBatches:
         return at_window_start(resumed, number is None) if again else resumed
 
     def restore_hook_flags(self, config: RunConfig) -> RunConfig:
-        """Return the config with the accumulation that hooks set before the checkpoint; the hooks do not run again."""
+        """Return the config with the ``accumulate_grad_batches`` that hooks had set when the checkpoint was saved."""
         by_hooks, self._by_hooks = self._by_hooks, None
         return config if by_hooks is None else set_flag(config, "accumulate_grad_batches", by_hooks)
 
@@ -414,7 +414,7 @@ class HookChanges:
 
 
 def modes_of(module: nn.Module) -> dict[str, bool]:
-    """Return ``training`` of each submodule by name."""
+    """Map each submodule's name to its ``training`` flag."""
     return {name: part.training for name, part in module.named_modules()}
 
 

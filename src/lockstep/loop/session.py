@@ -62,7 +62,7 @@ class FitSignals(Protocol):
     """Number of the received signal, -1 if a save is due, or 0."""
 
     def request(self) -> None:
-        """Raise this rank's flags for a received signal, so that all ranks agree on it."""
+        """Raise this rank's flags for a received signal, so that all ranks handle the signal."""
 
     def act(self) -> None:
         """Handle a received signal, or save if a save was requested. Collective."""
@@ -277,7 +277,7 @@ class Session:
         return made
 
     def interrupt(self, by: str | None) -> None:
-        """Request the end of the call, and of a trial inside it, when possible; ``by=None`` cancels the request."""
+        """Request that the call, and a trial inside it, end as soon as possible; ``by=None`` cancels the request."""
         self.interruption = by
         self.should_stop = self.should_stop or by is not None
         if self.inner is not None:
@@ -328,7 +328,7 @@ class Session:
             (bar.print if bar is not None and bar.is_enabled else print)(*args, **kwargs)
 
     def report(self, text: str) -> None:
-        """Log a line about a fit (start, memory use, reason of the end) on rank 0, at level INFO or DEBUG."""
+        """Log a line about a fit (its start, memory use, why it ends) on rank 0, at level INFO or DEBUG."""
         if self.is_global_zero:
             bar = self.progress_bar
             summary = any(isinstance(callback, ModelSummary) for callback in self.callbacks)
@@ -404,7 +404,7 @@ class Session:
             self.published.publish(values, to=(to,))
 
     def share_step_values(self) -> None:
-        """Publish the last step values, reduced over the ranks, because a decision depends on them. Collective."""
+        """Publish the last step values, reduced over the ranks, so that decisions based on them agree. Collective."""
         results = self.fit.results
         assert results is not None
         self.published.publish(

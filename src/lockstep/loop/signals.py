@@ -138,7 +138,7 @@ class Signals:
             self._clock.start()
 
     def resume_from(self, asked: str | None) -> str | None:
-        """On rank 0, return the newest checkpoint of an earlier attempt at this run. Otherwise, return ``asked``.
+        """Return the newest checkpoint of an earlier attempt at this run; ``asked`` without one, and on ranks above 0.
 
         Collective under ``lockstep run``.
         """
@@ -170,7 +170,7 @@ class Signals:
     # -- at a boundary -------------------------------------------------------------------------------------
 
     def request(self) -> None:
-        """Raise this rank's flags for a signal and for an interruption, which other ranks read."""
+        """Set this rank's signal and interruption flags, which all ranks read at a later boundary."""
         session = self.session
         session.agreement.request(self._flag)
         session.agreement.request(session.interrupt_flag)

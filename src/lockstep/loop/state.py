@@ -166,7 +166,7 @@ def _finished_in_window(session: Session, progress: Progress) -> int:
 
 
 def _entries(session: Session, progress: Progress, done: int, start: dict[str, Any] | None, holds: bool) -> list[Any]:
-    """Return the ranks' entries for a checkpoint: all on rank 0, or only its own if each rank writes one. Collective.
+    """Return a checkpoint's entries by rank. Rank 0 gathers all, unless each rank writes its own. Collective.
 
     Args:
         session: session of this rank.
@@ -293,7 +293,7 @@ def finish(session: Session) -> None:
 
 
 def finish_alone(session: Session) -> None:
-    """Wait until this rank's checkpoints are written, without communication, and log an error. Used after a failure."""
+    """Wait until this rank's checkpoints are written, without communication. Log any error. Used after a failure."""
     try:
         session.strategy.checkpoints.close()
     except Exception as failed:
@@ -446,7 +446,7 @@ def _call_load_hook(session: Session, checkpoint: dict[str, Any]) -> None:
 
 
 def _hashes_base(session: Session) -> bool:
-    """Return True if a fit hashes its frozen weights at the start: a callback will omit them, or there are few."""
+    """Return True if a fit hashes its frozen weights at the start: if checkpoints will omit them, or they are small."""
     will_save = any(getattr(callback, "save_trainable_only", False) for callback in session.checkpoint_callbacks)
     return will_save or session.base.elements <= frozen.SOON_HASHED
 

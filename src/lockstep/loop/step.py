@@ -213,7 +213,7 @@ class Step:
 
     @contextmanager
     def without_absent(self) -> Iterator[None]:
-        """Make collectives raise in the ``with`` block, whose user code does not run on ranks without samples."""
+        """Make collectives in the ``with`` block raise, because ranks without samples skip the block's user code."""
         self._strategy.absent = self.absent
         try:
             yield
@@ -459,7 +459,7 @@ class Automatic(Step):
         return None
 
     def _run_padding(self, micro_batch: TrainingBatch) -> None:
-        """Run the step on a padding batch, because other ranks' forwards need this rank. Discard its gradients."""
+        """Run the step on a padding batch, because forwards communicate with all ranks. Discard the gradients."""
         strategy, weights = self._strategy, self._fit.weights
         with padding(self._session):
             output = strategy.run(self.training_step, *self.arguments(micro_batch))
@@ -538,7 +538,7 @@ class StepParts:
             entry.step_fresh = 0
 
     def show(self) -> None:
-        """At the end of a micro-batch, log the values merged over its parts as the micro-batch's values."""
+        """At the end of a micro-batch, log the merged values of its parts as values of the micro-batch."""
         results = self._results
         for entry, value, weight in self._kept.pop(results.micro_batch, {}).values():
             entry.last, entry.last_weight, entry.step_fresh = value, weight, results.micro_batch
@@ -691,5 +691,5 @@ def has_uneven_targets(batch: object) -> bool:
 
 
 def _warn_of_uneven_loaders() -> None:
-    """Warn once that ``training_step`` returned a single loss although it reads several loaders, split unevenly."""
+    """Warn once that ``training_step`` returned one loss for several loaders that are split unevenly over the ranks."""
     warn_once(UNEVEN, key="uneven loaders")

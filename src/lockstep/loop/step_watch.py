@@ -79,7 +79,7 @@ class StepWatch:
             scaler.check(optimizer)
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Decide from complete gradients if an optimizer may step in manual optimization. May be collective."""
+        """Decide from its complete gradients if an optimizer may step in manual optimization. May be collective."""
         scaler = self._scaler
         if scaler is None:
             return
@@ -123,7 +123,7 @@ class StepWatch:
         return result
 
     def _run_for_all(self, closure: Callable[[], Any]) -> Any:
-        """Run a closure for a line search; if it reduced gradients, return the loss averaged over the ranks."""
+        """Run a line search's closure. If the closure reduced gradients, return the loss averaged over the ranks."""
         rounds = self._strategy.rounds
         loss = closure()
         return loss if loss is None or self._strategy.rounds == rounds else self._mean_loss(loss)

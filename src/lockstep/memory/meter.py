@@ -300,7 +300,7 @@ class MemoryUse:
         device: str = "cpu",
         activations: Activations | None = None,
     ) -> MemoryUse:
-        """Return the memory use of tensors by kind, as in `KINDS`, and of counted activations.
+        """Create the report from a rank's tensors by kind (see `KINDS`) and its counted activations.
 
         Args:
             held: tensors by kind, of any shapes and dtypes; memory that several tensors share counts once.

@@ -132,7 +132,7 @@ def recompute(module: nn.Module, layers: Layers = True, save: Save = None) -> Ca
 
 
 def _saving(save: Save) -> Contexts | None:
-    """Return a function that creates contexts for both forwards, to store outputs in ``save``; None without any."""
+    """Return a function that creates torch's selective checkpoint contexts for ``save``. Return None for None."""
     if save is None:
         return None
     if isinstance(save, str):
@@ -149,7 +149,7 @@ def _saving(save: Save) -> Contexts | None:
 
 
 class Recomputed:
-    """Replacement for a layer's ``forward`` that recomputes it in the backward; stored in the layer's attributes.
+    """Replacement for ``forward``, stored as an attribute of the layer. The backward recomputes the layer.
 
     Attributes:
         layer: the layer.
@@ -169,7 +169,7 @@ class Recomputed:
         return call_recomputed(self._forward(), self.layer, self.contexts, args, kwargs)
 
     def of(self, layer: nn.Module) -> Recomputed:
-        """Return the replacement for a replica of the layer."""
+        """Return the same replacement for ``layer``, a replica of this object's layer."""
         made = Recomputed.__new__(Recomputed)
         made.layer, made.contexts, made.own = layer, self.contexts, self.own
         return made
@@ -328,7 +328,7 @@ class _Buffers:
         ]
 
     def forget_unchanged(self) -> None:
-        """Drop the copies of buffers that the first forward has not changed, except of small buffers."""
+        """Drop the copies of large buffers that the first forward has not changed."""
         self._kept = [
             (buffers, name, buffer, version, value)
             for buffers, name, buffer, version, value in self._kept
@@ -354,7 +354,7 @@ class _Buffers:
 
 
 class _InWrapper:
-    """Replacement for the function of a ``CheckpointWrapper``, which calls torch's checkpoint itself."""
+    """Replacement for the ``checkpoint_fn`` of a ``CheckpointWrapper``. It recomputes as `recompute` does."""
 
     def __init__(self, own: partial[Any]) -> None:
         self.own = own
@@ -366,7 +366,7 @@ class _InWrapper:
 
 
 def adopt_wrappers(module: nn.Module) -> Callable[[], None]:
-    """Recompute layers in torch's ``CheckpointWrapper`` as `recompute` does, without side effects.
+    """Make torch's ``CheckpointWrapper`` recompute as `recompute` does: the second forward has no side effects.
 
     Re-entrant wrappers, and wrappers with a user's checkpoint function, are not changed.
 
@@ -449,7 +449,7 @@ class Recomputation:
         return self._layers is not None
 
     def begin(self, module: nn.Module) -> None:
-        """Replace the forwards of the selected layers, and of layers in torch's wrappers."""
+        """Replace the forwards of the selected layers, and of layers in torch's ``CheckpointWrapper``."""
         self.end()
         self._ends.append(adopt_wrappers(module))
         if self._layers is not None:

@@ -151,7 +151,7 @@ def _below_lockstep(fullname: str, name: str, path: Sequence[str] | None) -> Mod
 
 
 def _moved(fullname: str, name: str) -> ModuleSpec | None:
-    """Return the spec for a module path of an earlier release of lockstep, or a path below one; None for others."""
+    """Return the spec for a former module path of lockstep, or for a path below one. Return None otherwise."""
     homes = moved()
     before, rest = name, ""
     while before and before not in homes:

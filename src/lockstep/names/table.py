@@ -36,7 +36,7 @@ from typing import Any
 
 
 class Refused(str):
-    """The reason why a name or a module is refused: a class of its own, to distinguish reasons from places."""
+    """Reason why a name or module is refused. Its class distinguishes it from an import path, which is a string."""
 
     __slots__ = ()
 

@@ -198,7 +198,7 @@ class LossScaler:
         return bool(self._found(optimizer))
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Forget whether the optimizer's gradients are finite, before new gradients are computed."""
+        """Discard the recorded check of the optimizer's gradients, before new gradients are computed."""
         self._grad_scaler._per_optimizer_states.pop(id(_plain(optimizer)), None)
 
     def _found(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
@@ -279,7 +279,7 @@ class UpdateGuard(LossScaler):
         )
 
     def update(self, optimizer: Optimizer | None = None) -> None:
-        """Forget which gradients of the last step were finite."""
+        """Discard the recorded gradient checks of ``optimizer``, or of all optimizers if it is None."""
         if optimizer is None:
             self._grad_scaler._per_optimizer_states.clear()
         else:
@@ -356,7 +356,7 @@ class Precision:
         self.device_type = device_type
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Convert the module's parameters and buffers to this precision in place, and return it."""
+        """Convert the module's parameters and buffers to this precision in place, and return the module."""
         return module
 
     def state_dict(self) -> dict[str, Any]:

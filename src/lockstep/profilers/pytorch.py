@@ -239,7 +239,7 @@ class StepSchedule:
         self._last = ProfilerAction.NONE
 
     def counts_now(self, step: str) -> bool:
-        """Return True if steps of the method ``step`` count now, because no other step method is being recorded."""
+        """Return True if steps of the method ``step`` are counted now: no other step method is being recorded."""
         return self._busy in (None, step)
 
     def __call__(self, number: int) -> ProfilerAction:

@@ -1,1 +1,1 @@
-"""Supervision of all ranks. It detects failures and hangs, and reports the first cause."""
+"""Supervision of all ranks. It detects failures and hangs, and reports which failure came first."""

@@ -60,7 +60,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Description of ranks that wait for other ranks, for example forever because their calls do not match."""
+    """Description of a wait between ranks, for example one that never ends because the ranks' calls do not match."""
 
     text: str
     trace: str = ""  #: the Python stacks of the ranks, to be printed before the text
@@ -209,7 +209,7 @@ def early_cause(
     positions: Mapping[int, RankPosition],
     exiting: Collection[int] = (),
 ) -> Cause | Ended | None:
-    """Return the first cause while ranks are still ending. Return None while the cause is uncertain.
+    """Return the run's first failure while ranks are still ending. Return None while it is uncertain.
 
     Lost connections alone are consequences, so the cause is still unknown.
 
@@ -240,7 +240,7 @@ def final_cause(
     proof: Divergence | None = None,
     folded: Collection[int] = (),
 ) -> tuple[First | None, bool]:
-    """Return the first cause after all processes have ended, and whether the terminal shows its traceback.
+    """Return the run's first failure after all processes have ended, and True if its traceback is printed already.
 
     Args:
         failed, notes, positions: as for `early_cause`.
@@ -261,7 +261,7 @@ def final_cause(
 
 
 def is_printed(cause: First | None, printed: Collection[int], notes: Iterable[Cause] = ()) -> bool:
-    """Return True if the terminal shows the traceback of the first cause, or of another rank with the same error.
+    """Return True if the terminal shows the traceback of the first failure, or of another rank with the same error.
 
     The result is also True for ``sys.exit()``, which has no traceback.
 
@@ -281,7 +281,7 @@ OTHERS = 2
 
 
 def also_failed(cause: First | None, notes: Iterable[Cause], host: str = "") -> list[str]:
-    """Return one line for each kind of failure besides the first cause. Kinds beyond `OTHERS` share a line.
+    """Return one line for each kind of failure after the first one. Kinds after the first `OTHERS` share a line.
 
     Args:
         cause: the first cause.
@@ -307,7 +307,7 @@ def judgement(
     host: str = "",
     also: Sequence[str] = (),
 ) -> Judgement:
-    """Return the final message and the exit code for a first cause.
+    """Return the final message and the exit code for the run's first failure.
 
     Args:
         cause: the first cause; None where Ctrl-C ended the run before anything failed.

@@ -224,7 +224,7 @@ class CollectiveTrace:
         return start
 
     def _payload_of(self, names: list[str], payload: str) -> Callable[..., int]:
-        """Return a function that encodes a call's tensor and reduction as the number of a word (text) in the trace.
+        """Return a function that maps a call's tensor and reduction to an index in the trace's text table.
 
         The number is 0 for a call without a tensor.
         """
@@ -287,7 +287,7 @@ class CollectiveTrace:
     # -- words
 
     def _describe(self, tensor: Tensor, reduction: object) -> int:
-        """Return the number of the trace's word (text) for a tensor and its reduction. Add the word if it is new."""
+        """Return the index in the trace's text table for a tensor and its reduction; add the text if it is new."""
         name = self._reductions.get(id(reduction))
         text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{' ?' if name is None else name}"
         found = self.memory.word("payload", text, tensor.numel())
@@ -305,7 +305,7 @@ class CollectiveTrace:
         return found, batch
 
     def _location(self, frame: FrameType | None) -> int:
-        """Return the number of the word (text) for the user's innermost line; 0 for calls by lockstep's loop."""
+        """Return the index in the trace's text table for the user's innermost line; 0 for calls by lockstep's loop."""
         files = self._files
         while frame is not None:
             code = frame.f_code
@@ -327,7 +327,7 @@ class CollectiveTrace:
     # -- groups
 
     def _find(self, group: Any, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> TracedGroup | None:
-        """Return the record of a process group or, if the group has several backends, of the one that runs the call.
+        """Return the record of a process group or, if it has several backends, of the backend that runs the call.
 
         Return None if this rank is not a member, or the group does not exist.
         """
@@ -368,7 +368,7 @@ class CollectiveTrace:
 
 
 def _root_of(names: list[str]) -> Callable[..., int] | None:
-    """Return a function that reads the source or destination rank from a call's arguments; -1 if it is not an int.
+    """Return a function that reads the source or destination rank from a call's arguments (-1 if not an int).
 
     Return None for functions without such an argument.
     """

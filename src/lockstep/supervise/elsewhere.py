@@ -1,4 +1,4 @@
-"""Reports about ranks between nodes. Each node reports its ranks to node 0, which compares the ranks of all nodes.
+"""Exchange of reports about ranks. Each node sends them to node 0, which compares the ranks of all nodes.
 
 Nothing is sent while nobody waits. Once a rank has waited for `soon` seconds, node 0 requests reports from all nodes.
 They report their ranks' changes, and every 2 s that nothing has changed. They send stacks where node 0 requests them.
@@ -229,7 +229,7 @@ COMPARE_TIMEOUT = 0.4
 
 
 class NotesOfAll:
-    """Comparison of an aborted rank's newest collectives with the calls of all ranks in the same collectives.
+    """Search for a mismatch between an aborted rank's newest collectives and the same collectives on all ranks.
 
     Node 0 sends the rank's newest notes to all nodes. Each replies with its ranks' calls in the same collectives.
 

@@ -184,7 +184,7 @@ class HangMonitor:
         limits: WaitLimits,
         now: float,
     ) -> Divergence | None:
-        """Decide from all known ranks if the run has to end. Return the reason, or None to continue.
+        """Decide from the states of all known ranks if the run has to end. Return the reason, or None to continue.
 
         Args:
             everybody: all known ranks, inside or outside a call.

@@ -151,7 +151,7 @@ def has_left_call(position: RankPosition, waiting: Sequence[int], where: str) ->
 
 
 def different_places(places: Mapping[int, str]) -> str:
-    """Describe ranks that wait for each other at different lines. Return "" if all wait at the same line.
+    """Describe ranks that wait for each other at different source lines. Return "" if all wait at the same line.
 
     Args:
         places: activity and line of each rank, by rank.
@@ -190,7 +190,7 @@ def missing_ranks(missing: Iterable[RankSnapshot], waiting: Iterable[RankSnapsho
 
 
 def long_wait(seconds: float, others: Iterable[RankSnapshot], waiting: Iterable[RankSnapshot]) -> str:
-    """Describe ranks that the others may wait for, followed by the ranks that have waited for ``seconds``."""
+    """Describe a long wait: ranks ``others``, which may be the cause, and ranks ``waiting`` for ``seconds``."""
     return f"for {seconds:.0f} s, {'; '.join(filter(None, [describe_all(others), describe_all(waiting)]))}"
 
 

@@ -63,7 +63,7 @@ Listener = Callable[[int, Any], None]
 
 
 class _Connection:
-    """An admitted connection to another node, with the messages to send. Callers must hold the hub's lock.
+    """An admitted connection to another node, with a buffer of outgoing messages. Callers must hold the hub's lock.
 
     Args:
         opened: the socket.
@@ -298,7 +298,7 @@ class Hub:
     # -- connecting nodes
 
     async def _accept_nodes(self, door: socket.socket) -> None:
-        """Accept connections from other nodes, and start a task for each to admit the node."""
+        """Accept connections from other nodes. For each, start a task that decides whether to admit the node."""
         while True:
             try:
                 opened, _ = await asyncio.get_running_loop().sock_accept(door)

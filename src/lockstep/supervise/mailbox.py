@@ -25,7 +25,7 @@ JOINED = "met"
 
 
 class Mailbox:
-    """Notes from a node's ranks to their supervisor, in an unnamed file that disappears with its processes.
+    """Notes from a node's ranks to their supervisor, in an unnamed file that exists only while a process has it open.
 
     Args:
         descriptor: descriptor of the file, if another process created it; None: create it.

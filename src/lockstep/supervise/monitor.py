@@ -47,7 +47,7 @@ REPORT_TIMEOUT = 1.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """The monitor's decision that the ranks have to be ended, with the first cause as the reason."""
+    """The monitor's decision to end the ranks, with the first failure as the reason."""
 
     cause: Cause | Divergence | None  #: the first cause; None: it follows from the notes
     interrupted: bool = False
@@ -128,7 +128,7 @@ class RankMonitor:
 
     @property
     def caught_elsewhere(self) -> str:
-        """The caught exception that ended a Trainer call on another node, if that node has ended; "" without one."""
+        """Exception that ended a Trainer call and was caught, on another node that has ended; "" without one."""
         return "" if self.hangs.others is None else self.hangs.others.caught_at_end
 
     def _caught(self, positions: Mapping[int, RankPosition]) -> Cause | None:

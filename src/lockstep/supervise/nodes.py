@@ -1,4 +1,4 @@
-"""Agreement of several nodes on the first cause. Each node reports the cause that it found, and node 0 decides."""
+"""Agreement of several nodes on which failure came first. Each node reports its own, and node 0 decides."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_REPORTED = "this node will not report failures of other nodes"
 
 @dataclass(frozen=True)
 class Decision:
-    """The first cause on which all nodes agree."""
+    """The failure that all nodes accept as the first one of the run."""
 
     words: str
     node: int  #: node of the cause
@@ -37,7 +37,7 @@ class Decision:
 
 
 class Nodes:
-    """This node's side of the agreement on the first cause. Node 0 decides, and the other nodes accept the decision.
+    """This node's side of the agreement on which failure came first. Node 0 decides, and the other nodes accept.
 
     Args:
         node: number of this node.
@@ -112,7 +112,7 @@ class Nodes:
             time.sleep(1.0)
 
     def claim(self, cause: First, notes: Sequence[dict[str, Any]] = ()) -> None:
-        """Report this node's first cause to node 0, which decides.
+        """Report the first failure on this node to node 0, which decides which node's failure counts.
 
         Args:
             cause: the first cause.
@@ -154,7 +154,7 @@ class Nodes:
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if the first cause is decided, and is not on this node alone."""
+        """True if the run's first failure is decided, and is not on this node alone."""
         decided = self.decided
         return decided is not None and (decided.node != self._node or decided.proved)
 
@@ -164,7 +164,7 @@ class Nodes:
             self.hub.close(last)
 
     def handle_claim(self, what: tuple[int, Any]) -> None:
-        """On node 0, handle the first cause that a node claims. The first claim wins."""
+        """On node 0, handle a node's claim that a failure came first. The claim that arrives first wins."""
         node, body = what
         if self.decided is not None or self._is_comparing:
             return
@@ -189,7 +189,7 @@ class Nodes:
         self._put("compared", claim if proof is None else Decision(str(proof), claim.node, proved=True))
 
     def decide(self, decision: Decision) -> None:
-        """On node 0, decide on the first cause, and send the decision to the other nodes."""
+        """On node 0, decide which failure came first, and send the decision to the other nodes."""
         if self.decided is None:
             assert self.hub is not None
             self.hub.send("first", asdict(decision))
@@ -205,7 +205,7 @@ class Nodes:
         self._follow(decision)
 
     def handle_loss(self, what: tuple[int, str]) -> None:
-        """Handle the loss of a node whose supervisor disappeared without a farewell. The loss is the first cause."""
+        """Handle the loss of a node whose supervisor disappeared without a farewell. The loss counts as a failure."""
         node, words = what
         if node:
             self.handle_claim((node, {"words": words, "rank": -1, "notes": []}))

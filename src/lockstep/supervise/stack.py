@@ -178,7 +178,7 @@ def current_stack() -> Stack:
 
 
 def parse_stack(text: str) -> Stack:
-    """Parse the stack in a text that `faulthandler` or the replying thread has written."""
+    """Parse a stack from text that was written by `faulthandler` or by the thread that answers stack requests."""
     batch = _BATCH.search(text)
     frames = _within(_read(text))
     return Stack(frames) if batch is None else Stack(frames, batch[2], int(batch[1]))

@@ -107,7 +107,7 @@ def _batch() -> str:
 
 
 def set_phase_source(where: Callable[[], tuple[str, int]] | None) -> None:
-    """Set the function that returns the current hook and batch, for replies. None removes the function."""
+    """Set the function that returns the current hook and batch, which replies include. None removes the function."""
     global _where
     _where = where
 

@@ -44,7 +44,7 @@ EXIT_SUPERVISOR.at_exit(_run_at_exit)
 
 
 class _Rank:
-    """State of this process as a rank: its number, its mailbox, and its last reports."""
+    """State of this process as a rank: its rank, its mailbox, its current call, and the exception it last reported."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -162,7 +162,7 @@ def pass_early_errors(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def name_first_cause(error: BaseException) -> BaseException:
-    """Replace an error from a collective with a `RankFailed` that names the first cause on another rank.
+    """Replace an error from a lost connection with a `RankFailed` that names the cause of the run's failure.
 
     Return any other error unchanged. This may wait up to a second for the first cause. If the cause is still unknown
     then, the error is returned unchanged as well.
@@ -199,7 +199,7 @@ def is_ending() -> bool:
 
 
 def _known_firsts() -> list[dict[str, Any]]:
-    """Return the supervisor's notes that name the first cause. The list is empty until the cause is certain."""
+    """Return the supervisor's notes on why the run fails; empty until the cause is certain."""
     notes = Mailbox.at(_rank.address) if _rank.address else None
     return [] if notes is None else notes.others("first")
 
@@ -212,7 +212,7 @@ def record_for(error: BaseException, rank: int) -> Cause:
 
 
 def record_wait_limits(hang_timeout: float | None, hang_kill: float | None) -> None:
-    """Report to the supervisor how long this rank may wait for others.
+    """Report to the supervisor how long this rank may wait for other ranks.
 
     Args:
         hang_timeout: seconds until the wait is reported; None: no limit.

@@ -232,7 +232,7 @@ class Supervisor:
         return True
 
     def _is_ended_by(self, number: int, code: int | None) -> bool:
-        """Return True if a signal that has also arrived here explains a rank's exit code.
+        """Return True if a signal that this supervisor has also received explains a rank's exit code.
 
         Before any rank has joined the process group, the signal explains every exit code.
         """
@@ -302,7 +302,7 @@ class Supervisor:
         return self._first is None and bool(self._processes.failed or self._exit_causes)
 
     def _find_cause(self) -> None:
-        """Report the first cause if it has become certain. Otherwise, query the other nodes once."""
+        """Report the first cause if it has become certain. Otherwise, query other nodes once about lost connections."""
         if not self._is_open():
             return
         found: First | None
@@ -431,7 +431,7 @@ class Supervisor:
         self._nodes.join(message["address"], message["port"], message["token"])
 
     def _follow(self, decided: Decision) -> None:
-        """End this node's ranks because the first cause on all nodes has been decided."""
+        """Handle the nodes' decision on the first cause: end this node's ranks, unless only this node has the cause."""
         if self._nodes.is_elsewhere:
             self._mailbox.leave({"first": decided.words, "rank": decided.rank})
             self._thread(self._processes.wind_up, time.monotonic() - GRACE / 4)

@@ -57,7 +57,7 @@ _NUMBER = 40
 
 
 def passed(before: int, number: int, count: int) -> int:
-    """Return a hash of the collectives of a group that are not in the trace because they bypassed its wrappers.
+    """Return a hash of the points at which collectives of a group have bypassed the trace.
 
     Ranks with the same history have equal hashes.
 
@@ -218,7 +218,7 @@ class TraceMemory:
             return number
 
     def watched(self) -> None:
-        """Record that, at the current time, all collectives completed by devices are marked as complete."""
+        """Record the current time as that of the last check for collectives that devices have completed."""
         self._times[_WATCHED] = time.monotonic()
 
 

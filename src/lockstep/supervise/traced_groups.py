@@ -1,4 +1,4 @@
-"""Process groups in a rank's trace, with the numbers of their collectives and the queues that carry them."""
+"""Process groups in a rank's trace: how many collectives each has run, and which device queues the collectives."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class TracedGroup:
             self.passes(sequence)
 
     def sequence_of(self, group: Any) -> Any:
-        """Return how many collectives the backend of this group has counted."""
+        """Return how many collectives this backend of the group has run; None if the backend does not count them."""
         return sequence_of(group, self.device)
 
     def follow(self, group: Any) -> None:
-        """Count the group's next collective. First, record how many collectives have bypassed the trace meanwhile."""
+        """Count the group's next collective. First, record how many have bypassed the trace since the last call."""
         sequence = group._get_sequence_number_for_group() if self.device is None else sequence_of(group, self.device)
         # another group, which does not count, at the address of a freed one
         if sequence is None:
@@ -63,7 +63,7 @@ class TracedGroup:
 
 
 def sequence_of(group: Any, device: torch.device | None) -> int | None:
-    """Return how many collectives a group, or its backend for a device, has counted. Return None without a counter."""
+    """Return how many collectives a group (or its backend for a device) has run; None if they are not counted."""
     try:
         backend = group if device is None else group._get_backend(device)
         sequence: int = backend._get_sequence_number_for_group()

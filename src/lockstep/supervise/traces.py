@@ -1,4 +1,4 @@
-"""The traces of a node's ranks, as the supervisor reads and compares them."""
+"""Traces of a node's ranks (records of their newest collectives), which the supervisor reads and compares."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RankCalls = tuple[list[int], str, Note]
 
 
 class Histories:
-    """Comparison of all ranks' notes about each collective, which continues as new notes arrive."""
+    """Comparison of the ranks' notes (each records one collective), updated as new notes arrive."""
 
     def __init__(self) -> None:
         self._open: dict[CollectiveKey, dict[int, Note]] = {}
@@ -59,7 +59,7 @@ class Histories:
 
 @dataclass
 class _Trace:
-    """The trace of one rank.
+    """One rank's trace, with the rank's position and the index of the newest compared note.
 
     Attributes:
         read: the number of the newest note that has been compared.
@@ -130,7 +130,7 @@ class Traces:
             return trace is not None and trace.reading.is_watched
 
     def waits_since(self, rank: int) -> float | None:
-        """Return the time at which a rank entered its current collective; None if there is none, or if unknown."""
+        """Return the time at which a rank entered its current collective; None outside a collective, or if unknown."""
         newest = self.newest(rank, 1)
         return newest[0].entered if newest and newest[0].inside and not newest[0].aside else None
 

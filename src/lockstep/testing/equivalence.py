@@ -102,7 +102,7 @@ class EquivalenceReport:
 
     @property
     def first(self) -> tuple[RankDifference, ...]:
-        """The first differences: those of one kind in the first differing step. All later ones may follow from them."""
+        """The earliest differences: those of one kind in the first step that differs. They may cause all later ones."""
         start = self.differences[:1]
         return tuple(d for d in self.differences if (d.step, d.what) == (start[0].step, start[0].what))
 

@@ -25,7 +25,7 @@ ALIGNMENT = 16
 
 
 class ParameterInfo(NamedTuple):
-    """Properties of a parameter on which a plan depends."""
+    """Properties of a parameter from which a bucket plan is computed."""
 
     name: str
     numel: int

@@ -1,4 +1,4 @@
-"""Batch norm over all ranks with torch's CUDA kernels, which read or write each activation 8 times, in its dtype.
+"""Batch norm over all ranks with torch's CUDA kernels: 8 reads or writes of each activation, in the input's dtype.
 
 The CPU's path uses float32 copies, with five times the bytes and three times the kernels. Here too, statistics of
 16-bit inputs are float32. Nothing is copied to the host.
@@ -67,7 +67,7 @@ def combine(
     running_var: Tensor | None = None,
     momentum: float = 0.0,
 ) -> Statistics:
-    """Combine the ranks' statistics in rank order, and update the running statistics, of the same dtype."""
+    """Combine the ranks' statistics in rank order, and update the running statistics (same dtype as ``rows``)."""
     channels = rows.shape[1] // 2
     means, inverses, counts = rows[:, :channels], rows[:, channels : 2 * channels], rows[:, 2 * channels]
     # the dtype of the first argument alone selects the kernel: a 16-bit one would read 16-bit counts

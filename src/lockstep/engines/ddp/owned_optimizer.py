@@ -28,7 +28,7 @@ UNEVEN = 1.5
 
 
 class SteppingContainer(Protocol):
-    """Container around a module whose optimizers can be sharded, such as `lockstep.DistributedDataParallel`.
+    """Interface of containers that `shard_optimizers` accepts, such as `lockstep.DistributedDataParallel`.
 
     Attributes:
         module: the module whose parameters the container keeps equal on all ranks.
@@ -42,7 +42,7 @@ class SteppingContainer(Protocol):
 
 
 class OwnedOptimizers(Owners):
-    """Makes each rank update only the parameters that it owns, where all ranks have all gradients.
+    """Sharded optimizers: each rank has all gradients, but updates only the parameters that it owns.
 
     Frozen parameters are assigned an owner with their first gradient.
 

@@ -367,7 +367,7 @@ class Reducer:
         self.zero_weight = False
 
     def _wait(self) -> tuple[list[Sequence[Any] | None], bool]:
-        """Wait for all buckets. Return the ranks' flags, and True if all ranks can record a static graph now."""
+        """Wait for all buckets. Return flags of used parameters, and True if all ranks can record a static graph."""
         message = None
         group = self.round_group if self._recorded is None and not self._inline else False
         if group is not False:
@@ -527,7 +527,7 @@ class BackwardEnds:
         self._task = -1  # the latest graph task
 
     def schedule(self) -> None:
-        """Schedule the call for the end of the running backward, unless it is scheduled already."""
+        """Schedule the call of ``ended`` for the end of the running backward, unless it is scheduled already."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -568,7 +568,7 @@ def under_lock(lock: Lock, hook: Callable[[Any], None]) -> Callable[[Any], None]
 
 
 class PassingHook:
-    """Removable hook that is called with a parameter after each gradient that is added to the parameter.
+    """Removable hook that autograd calls after each accumulation of a gradient into a parameter's ``.grad``.
 
     After the last ``register_post_accumulate_grad_hook`` was removed, a tensor still looks for hooks (0.25 us each).
     This hook is on the graph node that adds the gradient, which is deleted with its last reference.
@@ -584,7 +584,7 @@ class PassingHook:
 
 
 def move_last(hooks: Iterable[Any]) -> bool:
-    """Make ``hooks`` run after hooks that were added later, which may change gradients. Return True."""
+    """Move ``hooks`` after all hooks that were registered later, because these may change gradients. Return True."""
     for hook in hooks:
         if not isinstance(hook, PassingHook):  # it runs after them anyway
             registered = hook.hooks_dict_ref()

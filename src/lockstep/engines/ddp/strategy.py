@@ -60,7 +60,7 @@ RAW_BACKWARD = (
 
 
 class CountedLocalSteps(LocalSteps, Protocol):
-    """Local steps, with the methods through which the strategy counts, averages, saves and loads them."""
+    """Interface of local steps: the strategy calls it to count steps, average weights, and save and load the state."""
 
     def round(self) -> None:
         """Record that a gradient reduction starts."""
@@ -113,7 +113,7 @@ class AttachableHook(Protocol):
         """Detach the hook at the end of a fit."""
 
     def rank_states(self, local: CountedLocalSteps | None, alone: bool) -> list[dict[str, Any]]:
-        """Return a list with each rank's state on rank 0. Collective, unless ``alone``.
+        """On rank 0, return a list with the state of each rank. Collective, unless ``alone``.
 
         Args:
             local: local steps of the fit; None if there are none.
@@ -383,7 +383,7 @@ class DDPStrategy(RankedStrategy):
         reducer.on_unprepared_grad = unprepared
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Raise if a parameter is not reduced, even if it bypassed torch's registration hooks. Collective.
+        """Raise if a gradient is not reduced, even if its parameter bypassed torch's registration hooks. Collective.
 
         Raises:
             MisconfigurationException: a parameter is not reduced, or optimizers were replaced under

@@ -50,7 +50,7 @@ class Transport(Protocol):
         ...
 
     def flush(self) -> None:
-        """Wait until the started buckets send no further messages, so that other collectives may follow."""
+        """Wait until buckets passed to `start` send no further messages, so that other collectives may follow."""
         ...
 
     def wait(self, bucket: Bucket) -> None:
@@ -58,7 +58,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Release all resources; no further bucket is started."""
+        """Release all resources. No method may be called afterwards."""
         ...
 
 
@@ -83,7 +83,7 @@ class AllReduce:
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     def flush(self) -> None:
-        """Do nothing, because messages are sent when a bucket is started."""
+        """Do nothing, because `start` sends all messages."""
 
     def wait(self, bucket: Bucket) -> None:
         bucket.work.wait()
@@ -183,7 +183,7 @@ class UsedParameters:
         self.nbytes, self.work = self._flags.nbytes, self._flags.work
 
     def wait(self) -> tuple[list[Sequence[Any] | None], bool]:
-        """Return each bucket's flags, as maxima over the ranks, and True if every rank passed ``willing=True``."""
+        """Return (each bucket's flags as maxima over the ranks, True if every rank passed ``willing=True``)."""
         if not self._needs_result:
             if self._waits and self.work is not None:
                 self.work.wait()

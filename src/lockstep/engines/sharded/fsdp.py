@@ -60,7 +60,7 @@ MODES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHA
 
 
 class FSDPStrategy(ShardedStrategy):
-    """One process per device, each with a shard of every parameter, based on torch's ``fully_shard`` (FSDP2).
+    """Strategy with one process per device and a shard of every parameter on each, using ``fully_shard`` (FSDP2).
 
     A block's parameters are gathered for its forward and its backward, and freed after each. Gradients are averaged
     and sharded by reduce-scatter. Optimizers update shards. The results are those of one process. CPUs are supported
@@ -512,7 +512,7 @@ class ShardedGradients(Gradients["ShardedModule"]):
         return list({id(gradient): local_part(gradient) for gradient in found}.values())
 
     def window_state(self) -> dict[str, Any]:
-        """Return gradients of unsharded parameters, and under ``"sharded"`` this rank's gradient shards."""
+        """Return gradients of unsharded parameters and, under the key ``"sharded"``, this rank's gradient shards."""
         named, shards = self.engine.named_parameters(), self.holder
         whole = {name: p.grad for name, p in named.items() if name not in shards.parameters and p.grad is not None}
         copies = {name: gradient.detach().cpu().clone() for name, gradient in whole.items()}
@@ -551,7 +551,7 @@ def _name_of(argument: str, value: object, names: Sequence[str]) -> str:
 
 
 def _is_on(argument: str, value: object, field: str) -> bool:
-    """Return True if an option is on: it may be True, False, None, or torch's object for the option."""
+    """Return True if an option is on. Its value is a bool, None, or torch's options object, such as ``CPUOffload``."""
     if value is None or isinstance(value, bool):
         return bool(value)
     if type(value).__name__ == "CPUOffloadPolicy":

@@ -51,7 +51,7 @@ ACCUMULATED = (
 
 
 def refuse_accumulated(name: str, parameter: Tensor) -> None:
-    """Raise if a parameter has a hook on accumulated gradients, which would not get the full gradient."""
+    """Raise if a parameter has a post-accumulate-grad hook, since the hook would not receive the full gradient."""
     if parameter._post_accumulate_grad_hooks:
         raise MisconfigurationException(ACCUMULATED.format(name=name))
 
@@ -60,7 +60,7 @@ def refuse_accumulated(name: str, parameter: Tensor) -> None:
 
 
 def waiting_gradient(param: FSDPParam) -> Tensor | None:
-    """Return a parameter's unsharded gradient that backwards have accumulated without a reduction, or None."""
+    """Return a parameter's unsharded gradient that is accumulated but not yet reduced; None if there is none."""
     if param.unsharded_accumulated_grad is not None:
         return param.unsharded_accumulated_grad
     gathered = getattr(param, "_unsharded_param", None)
@@ -90,7 +90,7 @@ def set_waiting_gradient(param: FSDPParam, gradient: Tensor | None) -> None:
 
 
 def reduce_unused_parameters(part: FSDPModule) -> None:
-    """Let ranks contribute zeros to gradients of parameters that their samples did not use.
+    """Make each rank reduce zero gradients for the parameters that its samples did not use.
 
     Otherwise the ranks' reduce-scatters would have different sizes. torch has a switch for this since 2.13.
     """

@@ -275,7 +275,7 @@ class ShardedModule:
         return set(self._params)
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Call a method of the module while the parameters in the module's own group (in no block) are gathered.
+        """Call a method of the module while its own parameters, which belong to no block, are gathered.
 
         The method's floating-point inputs are cast according to the module's policy.
         """
@@ -289,7 +289,7 @@ class ShardedModule:
             self._is_running = False
 
     def serve_calls(self, within: bool) -> Callable[[], None]:
-        """Let hooks call the module's layers; if ``within``, also let steps call them after a backward.
+        """Gather parameters for layer calls in hooks and, if ``within``, for layer calls in steps after a backward.
 
         Returns:
             A function that disables such calls again.
@@ -311,7 +311,7 @@ class ShardedModule:
 
     @contextmanager
     def backward(self, loss: Tensor, sync: bool, drops: bool) -> Iterator[None]:
-        """Prepare and complete a backward of ``loss``, which the caller runs in the block. Collective with ``sync``.
+        """Prepare a backward of ``loss`` before the ``with`` block, and complete it after. Collective with ``sync``.
 
         A parameter that no rank has used since the last reduction gets no gradient, as on one process. torch gives it
         zeros, with which weight decay and momentum would change it.
@@ -370,7 +370,7 @@ class ShardedModule:
         return self._parts[0]._get_fsdp_state()
 
     def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
-        """Set ``requires_grad`` of a shard's gathered parameter, which torch updates only at the next gather."""
+        """Set ``requires_grad`` of a gathered parameter now; torch would update it only at the next gather."""
         gathered = getattr(self._params.get(id(parameter)), "_unsharded_param", None)
         if gathered is not None:
             gathered.requires_grad_(needed)
@@ -383,7 +383,7 @@ class ShardedModule:
                 set_waiting_gradient(param, None)
 
     def groups(self) -> list[Any]:
-        """Return torch's parameter groups; the parameters of a group are gathered together."""
+        """Return torch's FSDP parameter groups. The parameters of a group are gathered together."""
         return self._groups
 
     def gathered(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -552,7 +552,7 @@ def shard_like(own: object, value: Any) -> Any:
 
 
 def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
-    """Return a function that creates the tensor into which a tensor of a sharded checkpoint is read.
+    """Return a function that allocates the destination for each tensor read from a sharded checkpoint.
 
     A tensor of the state dict (``model.NAME``) is sharded like the module's tensor, any other tensor like a parameter
     of the same shape, and a tensor without a counterpart along its first dimension.

@@ -14,7 +14,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 class GatheredCalls:
-    """Gathers the parameters in the module's own group for layer calls outside of a step, then frees them.
+    """Gathers the FSDP parameter group of the root module for layer calls outside of a step, then frees it.
 
     Within a step the module's entry method has gathered the parameters, and the end of a step or an evaluation frees
     them. Without this class, later code would read and write parameters that a call has left gathered, not the shards.
@@ -91,7 +91,7 @@ def _outermost_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _outermost(module: nn.Module, own: set[nn.Module]) -> Iterable[nn.Module]:
-    """Yield the outermost callable layers with parameters in the module's own group."""
+    """Yield the outermost callable layers with parameters in the FSDP parameter group of the root module."""
     for child in module.children():
         if isinstance(child, _CONTAINERS):
             yield from _outermost(child, own)

@@ -1,4 +1,4 @@
-"""Gathered parameters, whose changes in a step are applied to their shards, and which are 16-bit under autocast.
+"""Gathered parameters that apply changes in a step to their shards, and that are gathered in 16 bits for autocast.
 
 torch's ``fully_shard`` replaces a shard by the full parameter while a layer is gathered, and discards it afterwards.
 Here in-place writes, ``.data``, ``requires_grad`` and ``.grad`` of the full parameter apply to the shard.
@@ -70,7 +70,7 @@ class GatheredParameter(Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """Gradient of this rank's samples if there is one, or during a backward; otherwise the shard's gradient."""
+        """This rank's unreduced gradient if one exists or a backward is running; otherwise the shard's gradient."""
         own = own_gradient(self)
         if own is not None or _is_torchs_turn():
             return own
@@ -104,7 +104,7 @@ def _is_torchs_turn() -> bool:
 
 
 class GatheredGroup(FSDPParamGroup):
-    """Group of parameters that are gathered together, and whose changes are applied to the shards before freeing."""
+    """Parameters that are gathered together. Changes to them are applied to the shards before the group is freed."""
 
     def _to_unsharded(self) -> None:
         if self.is_unsharded:
@@ -179,7 +179,7 @@ def _version_of(tensor: Tensor) -> int:
 
 
 def _carry(param: FSDPParam) -> bool:
-    """Apply changes of the gathered parameter to the shard. Return True if its values may have been written."""
+    """Apply changes of the gathered parameter to the shard. Return True if values may have been copied."""
     gathered: Any = param._unsharded_param
     shard = param.sharded_param
     if gathered.requires_grad is not gathered._needed_before:

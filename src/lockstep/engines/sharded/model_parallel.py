@@ -1,4 +1,4 @@
-"""Tensor parallelism combined with data parallelism, as the user's ``configure_model`` splits the module."""
+"""Tensor parallelism combined with data parallelism, for a module that its ``configure_model`` splits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SPLIT_ALREADY = (
 
 
 class ModelParallelStrategy(FSDPStrategy):
-    """Strategy with a 2-D mesh of ranks: the ranks in a row share one model, and rows get different samples.
+    """Strategy with a 2-D mesh of ranks: the ranks in a row split one model, and each row gets its own samples.
 
     The module's ``configure_model`` splits it by torch's own functions: ``parallelize_module`` with plans over
     ``self.device_mesh["tensor_parallel"]``, and ``fully_shard`` over ``self.device_mesh["data_parallel"]``. Parameters
@@ -186,7 +186,7 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Let all ranks split rank 0's weights in ``configure_model``, which runs inside the block. Collective.
+        """Make ``configure_model`` split rank 0's weights on all ranks while it runs in the ``with`` block. Collective.
 
         Raises:
             MisconfigurationException: the module has no ``configure_model``, or is already split; or the precision is

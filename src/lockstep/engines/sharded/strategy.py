@@ -104,7 +104,7 @@ class ShardedStrategy(RankedStrategy):
             leave_meta(module, torch.device("cpu"))
 
     def _watch(self, module: LightningModule, gathered: type[Parameter] | None = None) -> None:
-        """Start recording additions to the module, and synchronizing its buffers.
+        """Start to record parameters that are added to the module, and to synchronize the module's buffers.
 
         Args:
             module: the module of the run.
@@ -287,7 +287,7 @@ def bring_states(module: nn.Module, device: torch.device) -> None:
 
 
 def generate_together(module: nn.Module) -> None:
-    """Make transformers' ``generate`` continue on every rank until the texts on all ranks have ended.
+    """Make transformers' ``generate`` continue on every rank until the texts on all ranks are complete.
 
     Each call gathers parameters, so if a rank stopped at the end of its own texts, other ranks would wait.
     """

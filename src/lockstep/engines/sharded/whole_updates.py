@@ -1,4 +1,4 @@
-"""Optimizers that need full parameters, when ranks have shards: each parameter is updated by one owner rank.
+"""Support for optimizers that need full parameters, when ranks have shards. One rank updates each parameter.
 
 The owner receives the shards of the gradient, runs the optimizer's own ``step``, and sends each rank its shard of the
 new value. States are full tensors, and only on the owner. Parameters are processed in rounds: one parameter per owner,
@@ -90,7 +90,7 @@ class WholeUpdates(Owners):
             self._owners[parameter] = owner
 
     def _drop(self, optimizer: Optimizer) -> None:
-        """Keep full states from the optimizer's constructor only on the rank that updates the parameter. Collective."""
+        """Gather the states that the optimizer's constructor created, and keep them only on owner ranks. Collective."""
         for parameter in [p for p in parameters_of(optimizer) if p in optimizer.state]:
             optimizer.state[parameter] = self._whole(optimizer.state[parameter])
         super()._drop(optimizer)
@@ -119,7 +119,7 @@ class WholeUpdates(Owners):
     # -- states
 
     def state_in_parts(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the complete state dict, with placeholders without values for other ranks' tensors. Collective."""
+        """Return the complete state dict, with empty placeholders for other ranks' tensors. Collective."""
         part = self.part_of(optimizer)
         about = tree_map(lambda tensor: _About(tensor.shape, tensor.dtype), part["state"], Tensor)
         state: dict[int, Any] = {}
@@ -193,7 +193,7 @@ class _Rounds:
     # -- from shards to the owner
 
     def _sources(self, parameter: Tensor) -> list[tuple[int, Box]]:
-        """Return (rank, range) of each shard that the owner receives; of equal shards, the owner's if possible."""
+        """Return (rank, range) of each shard that the owner receives. Of equal ranges, prefer the owner's own."""
         owner, boxes = self._owners.owner(parameter), self._owners.boxes(parameter)
         found: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for rank, box in enumerate(boxes):
@@ -246,7 +246,7 @@ class _Rounds:
     # -- the update
 
     def _updated(self, parameters: Sequence[Tensor], arrived: list[list[Tensor]]) -> list[Tensor]:
-        """Return the new values of this rank's parameters, or the changes to add to values that were not gathered."""
+        """Return the new values of ``parameters``, or the amounts to add if only gradients were gathered."""
         streams = [iter(each) for each in arrived]
         substitutes: dict[int, Parameter] = {}
         optimizer = self._optimizer
@@ -295,7 +295,7 @@ class _Rounds:
         return self._exchange(send, expected, row)
 
     def _apply(self, row: Sequence[Sequence[Tensor]], exchange: _Exchange) -> None:
-        """Apply received values, or summands, to this rank's shards."""
+        """Overwrite this rank's shards with the received values, or add the received amounts."""
         streams = [iter(each) for each in exchange.arrive()]
         for owner, parameters in enumerate(row):
             for parameter in parameters:

@@ -88,7 +88,7 @@ class StageTimeline(Callback):
         return getattr(trainer.strategy, "times", {})
 
     def _add(self, trainer: Trainer, place: _PlaceTimes, window: WindowOfStage) -> None:
-        """Record a measured window's seconds, and replace the current split's spans with the window's spans."""
+        """Record a window's seconds per micro-batch, and replace the current split's spans by this window's spans."""
         strategy: Any = trainer.strategy
         step, split = trainer.global_step, " ".join(map(str, strategy.split))
         if step % place.every == 0:

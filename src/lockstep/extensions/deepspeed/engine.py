@@ -345,7 +345,7 @@ class ZeroEngine:
         return [each for group in self.zero.averaged_gradients.values() if group is not None for each in group]
 
     def norms(self) -> list[Tensor]:
-        """Return the gradient norms that the engine records if it offloads. In-place changes affect the clipping."""
+        """Return the gradient norms recorded under optimizer offload. In-place changes affect the clipping."""
         return list(getattr(self.zero, "norm_for_param_grads", {}).values())
 
     def save(self, folder: str | os.PathLike[str], tag: str, rest: dict[str, Any]) -> None:
@@ -525,7 +525,7 @@ class ZeroGradients(Gradients[ZeroEngine]):
     """Access to the gradients in DeepSpeed's engine, which leaves the ``.grad`` of parameters empty."""
 
     def local(self, stepped: bool = False) -> list[Tensor]:
-        """Return this rank's shards of the gradients, and the gradient norms that the engine records if it offloads."""
+        """Return this rank's shards of the gradients, and the gradient norms recorded under optimizer offload."""
         return [*self.holder.gradients(), *self.holder.norms()]
 
     @contextmanager

@@ -286,7 +286,7 @@ class EngineCheckpointIO(TorchCheckpointIO):
 
 
 def write(checkpoint: Mapping[str, Any], folder: Path) -> None:
-    """Write a full checkpoint into a folder in the engine's format, as one rank does with stage 2.
+    """Write a full checkpoint into a folder in the engine's format, as a run on one rank with ZeRO stage 2 would.
 
     Args:
         checkpoint: a loaded checkpoint of a run under `DeepSpeedStrategy`, which saves the parameters' names.

@@ -340,7 +340,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return next((dtype for block, dtype in blocks.items() if block in self._config), None)
 
     def _engine_config(self) -> dict[str, Any]:
-        """Return the engine's config with defaults for required settings, and without the config's optimizer."""
+        """Return the user's config for the engine: without its optimizer, and with defaults for required settings."""
         made = {key: dict(value) if isinstance(value, dict) else value for key, value in self._config.items()}
         made.pop("optimizer", None)
         self._config_sizes = settings.take_batch_sizes(made)

@@ -1,4 +1,4 @@
-"""Steps that do not change parameters without a gradient, or the optimizer states of these parameters.
+"""Steps that restore parameters without a gradient, and their optimizer states, after the engine has changed them.
 
 DeepSpeed concatenates the parameters of a group and steps all of them; weight decay and momentum would also move
 those that are frozen or unused.

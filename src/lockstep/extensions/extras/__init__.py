@@ -1,1 +1,1 @@
-"""Optional callbacks and the Tuner: averages of weights, pruning, spike detection, throughput, searches."""
+"""Optional callbacks and the Tuner: weight averages, pruning, spike detection, throughput, searches for settings."""

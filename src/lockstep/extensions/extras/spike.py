@@ -153,7 +153,7 @@ class SpikeDetection(Callback):
     # -- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings, the recorded batches and the recent losses; checkpoints contain those of rank 0."""
+        """Return the settings, the recorded batches and the recent losses. Checkpoints contain rank 0's state."""
         return {
             **{name: getattr(self, name) for name in SAVED},
             "bad_batches": list(self.bad_batches),

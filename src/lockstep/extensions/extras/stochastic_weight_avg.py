@@ -194,7 +194,7 @@ class StochasticWeightAveraging(Callback):
             self._install(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """In an epoch that is averaged, add the current weights to the average; in the first one, install ``SWALR``."""
+        """In an averaged epoch, add the current weights to the average; in the first such epoch, install ``SWALR``."""
         epoch = trainer.current_epoch
         if not self.swa_start <= epoch <= self.swa_end:
             return

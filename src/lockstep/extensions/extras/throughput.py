@@ -1,4 +1,4 @@
-"""Meter of throughput; functions for the operations of a model and for a device's peak performance."""
+"""Meter of throughput, and functions that return a model's operations and a device's peak performance."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def instantiate_module(class_type: type, config: dict[str, Any]) -> Any:
 
 
 def class_of(builder: Callable[..., Any]) -> Any:
-    """Return a class unchanged; for a function, return the class with which its result is annotated."""
+    """Return a class unchanged; for a function, return the class in its return annotation."""
     if isinstance(builder, type):
         return builder
     return inspect.signature(builder, eval_str=True).return_annotation
@@ -236,7 +236,7 @@ class SaveConfigCallback(Callback):
 
 
 def merge_given(saved: dict[str, Any], given: jsonargparse.Namespace) -> dict[str, Any]:
-    """Return saved arguments, in which arguments given on the command line replace the saved ones.
+    """Return the saved arguments, overridden by the arguments on the command line.
 
     Arguments of a nested class are replaced one by one, unless another class is given.
 

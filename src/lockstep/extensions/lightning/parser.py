@@ -241,7 +241,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         return optimizers, schedulers
 
     def class_and_arguments(self, key: str, parsed: object) -> Any:
-        """Return the parsed value for an optimizer or scheduler.
+        """Return the parsed value of an optimizer or scheduler, including its class path.
 
         If the user cannot choose the class, ``class_path`` is added.
 

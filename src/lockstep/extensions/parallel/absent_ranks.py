@@ -41,7 +41,7 @@ def named_failure(group: comm.Group, doing: str, number: int) -> Iterator[None]:
 
 
 def report_failure(group: comm.Group, number: int, error: Exception) -> None:
-    """Publish an error that this rank is about to raise, for the ranks that wait for this one in round ``number``."""
+    """Publish an error that this rank is about to raise, for the ranks that wait for this rank in round ``number``."""
     # without a store, or with one whose process has ended, the error itself is still raised
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()

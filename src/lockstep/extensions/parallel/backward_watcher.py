@@ -71,7 +71,7 @@ def remove_step_hooks(parameters: Iterable[Parameter]) -> list[Parameter]:
 
 
 def step_all(parameters: Iterable[Parameter]) -> None:
-    """Step the in-backward optimizers of ``parameters``, and drop the gradients, as torch does in the backward."""
+    """Step the in-backward optimizers of ``parameters``, and set ``.grad`` to None, as torch does in the backward."""
     for parameter in parameters:
         for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
             optimizer.step()
@@ -93,7 +93,7 @@ DEPTH = 3
 
 
 class WatchedContainer(Protocol):
-    """Members of a container that a `BackwardWatcher` uses."""
+    """Protocol of a container whose backwards a `BackwardWatcher` detects."""
 
     module: nn.Module
     _reducer: Reducer | None
@@ -203,7 +203,7 @@ class BackwardWatcher:
         return reached
 
     def _reach(self, sync: bool, output: weakref.ref[Tensor]) -> None:
-        """Start the round when a backward reaches an output, if the backward will leave gradients in parameters."""
+        """Start the reduction when a backward reaches an output, if the backward will accumulate into ``.grad``."""
         reducer = self._reducer
         if self._prepared:
             reducer.sync = reducer.sync or sync
@@ -224,7 +224,7 @@ class BackwardWatcher:
             self._prepare(sync)
 
     def unprepared_grad(self) -> None:
-        """Start the round when a parameter gets a gradient, if no output's hook has started the round before."""
+        """Start the reduction when a parameter gets a gradient, if no output's hook has started it before."""
         if self._prepared or not (self._waiting or self._current_task != -1) or self._container() is None:
             return
         if self._current_task == -1:
@@ -232,7 +232,7 @@ class BackwardWatcher:
         self._prepare(self._sync or self._must_reduce)
 
     def reduce_next(self, outputs: object = None) -> None:
-        """Make the next backward reduce gradients, even after forwards without synchronization. Named as in torch."""
+        """Reduce gradients in the next backward, even after forwards without sync; torch's ``prepare_for_backward``."""
         self._must_reduce = True
 
     def _prepare(self, sync: bool) -> None:

@@ -395,7 +395,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return outputs
 
     def _prepare_forward(self, grad: bool, sync: bool) -> Weight | None:
-        """Check that a forward may run, agree with the other ranks, and synchronize buffers. Collective."""
+        """Check that a forward may run (on all ranks, if required), and synchronize buffers. Collective."""
         self._watch.before_forward()
         self._await_buffers()
         if torch.compiler.is_compiling():
@@ -433,7 +433,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._sync_module_buffers(src)
 
     def _compare(self, stage: str) -> None:
-        """If ``check_reduction``, check that all ranks are at the same point and the last backward was complete."""
+        """If ``check_reduction``, check that all ranks are in the same stage and have reduced all gradients."""
         if self._checks is not None:
             with self._named_failure("comparing the ranks' places"):
                 self._checks.compare(stage, self.reducer.missing() if stage == "forward" else [])
@@ -464,7 +464,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return named_failure(self.process_group, doing, self.reducer.rounds + 1)
 
     def skip_backward(self) -> None:
-        """Take part in the other ranks' backward if this rank's loss depends on no output. Collective.
+        """Join the other ranks' gradient reduction, if this rank's loss depends on no output. Collective.
 
         Afterwards ``.grad`` is the mean as on the other ranks; this rank adds what it has accumulated, or zero.
         """

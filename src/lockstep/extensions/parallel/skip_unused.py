@@ -1,4 +1,4 @@
-"""Transport that skips the buckets whose parameters no rank uses."""
+"""Transport (it reduces gradient buckets over the ranks) that skips buckets whose parameters no rank uses."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Hyperparameters(argparse.Namespace):
 
     @property
     def trial_number(self) -> int | None:
-        """Number of this trial in its search; None if these are not the values of a trial."""
+        """Number of the trial in its search; None if the hyperparameters do not belong to a trial."""
         return self._number
 
     @property

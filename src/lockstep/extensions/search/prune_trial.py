@@ -78,7 +78,7 @@ class PruneTrial(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prepare the trial's entry in the study; in a resumed fit, with the reports made before the checkpoint."""
+        """Prepare the trial's entry in the study. In a resumed fit, restore the reports made before the checkpoint."""
 
         def begin(trial: StudyTrial) -> bool:
             trial.resume(self.checks)

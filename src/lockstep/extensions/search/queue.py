@@ -99,7 +99,7 @@ def _in_queue(numbers: Sequence[str]) -> Iterator[tuple[str, QueuedJob]]:
 
 
 def _in_accounts(numbers: Sequence[str]) -> dict[str, QueuedJob]:
-    """Query sacct's accounts for jobs that the controller no longer lists."""
+    """Query SLURM's accounting (``sacct``) for jobs that the controller no longer lists."""
     found: dict[str, QueuedJob] = {}
     try:
         for part in _parts(numbers):

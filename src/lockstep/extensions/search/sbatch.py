@@ -184,7 +184,7 @@ def text(batch: Batch) -> str:
 
 
 def module_command(module: str) -> str:
-    """Return the shell line that loads an environment module, or ends the job with the module's name.
+    """Return a shell line that loads an environment module, or prints an error and ends the job if this fails.
 
     Example:
         >>> print(module_command("cuda/12"))

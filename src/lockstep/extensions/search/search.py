@@ -267,7 +267,7 @@ def _submit_each(search: Search, trials: Sequence[TrialFolder]) -> Iterator[tupl
 
 
 def _starts(trial: TrialFolder) -> int:
-    """Return the number that the trial's next start will have."""
+    """Return the number of the trial's next start, counted from 0."""
     return max((attempt.number + 1 for attempt in read_events(trial.events()).attempts), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Trials of an Optuna study: their values are drawn, and their reports and ends recorded in a journal file."""
+"""Trials of an Optuna study: draws their values, and records reports and final states in a journal file."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class StudyTrial:
         return self._add_entry(found, keeps=False) if has_run or found.state == TrialState.FAIL else found
 
     def _sample(self, entry: FrozenTrial) -> dict[str, Any]:
-        """Return the values that Optuna has stored in an entry.
+        """Return a trial's values from its Optuna entry, and draw the missing ones.
 
         If an earlier draw was interrupted, the values that are missing are drawn.
         """

@@ -152,7 +152,7 @@ class _Start:
         self.note("completed", value=value)
 
     def _finish(self, state: End, value: float | None = None) -> End:
-        """Report on rank 0 to the study how the trial ended; return the state that the study has recorded."""
+        """On rank 0, report to the study how the trial ended, and return the state that the study then records."""
         if self.hparams is None or not self.leads:
             return state
         return self.hparams.finish(self.trial.number, state, value)
@@ -210,7 +210,7 @@ class _Start:
 
 
 def takes_cluster(main: Callable[..., Any]) -> bool:
-    """Return True if a function's second parameter is for the cluster.
+    """Return True if a function accepts the cluster as its second argument.
 
     Example:
         >>> takes_cluster(lambda hparams: 0), takes_cluster(lambda hparams, cluster: 0)

@@ -121,7 +121,7 @@ class TrialFolder:
             file.write(encoded({**entry, "metrics": {**earlier, **metrics}}))
 
     def result(self) -> dict[str, Any]:
-        """Return the newest metrics, with ``epoch``, ``step`` and ``time``; an empty dict before the first."""
+        """Return the newest metrics, with ``epoch``, ``step`` and ``time``; an empty dict if none were logged."""
         return _read_json(self.path / RESULT) or {}
 
     def curves(self) -> list[dict[str, Any]]:

@@ -149,7 +149,7 @@ class RanksAlone:
         return Reason(text, line, f"one process was fed the samples of rank {rank} only, up to step {update}")
 
     def _draws_own(self) -> bool:
-        """Return True if steps draw random numbers that differ between ranks and cannot be joined for one process."""
+        """Return True if ranks draw different random numbers in steps, which one process cannot reproduce."""
         if any(event["grad"] for event in self.single.first.find(*KEPT)):
             return True
         paths = [sorted(rank.folder.glob("random-*.pkl")) for rank in self.ranks.ranks]

@@ -260,7 +260,7 @@ class Causes:
         return Reason(text, self.step["where"], proof)
 
     def _explain_own_gradients(self, parts: Parts) -> Reason | None:
-        """Explain why the ranks' mean differs from one process's gradient although the ranks average correctly."""
+        """Explain why the ranks' correctly averaged gradients differ from the gradients of one process."""
         shares = self._shares_of_single(parts)
         constant = shares.constant()
         if constant is not None:
@@ -417,7 +417,7 @@ class Causes:
     # -- lines
 
     def _norm_line(self) -> str:
-        """Return the line that sums a norm over ranks after the backward, else the line of the clipping or the step."""
+        """Return the source line that all-reduces a norm after the backward, else that of the clipping or the step."""
         events = self.ranks.first.find("collective", update=self.update)
         sums = [event for event in events if event["backwards"] and event["shape"] in _SCALARS]
         return _call_lines(sums[0]) if sums else self.clipping or str(self.step["where"])

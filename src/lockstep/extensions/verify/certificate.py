@@ -15,7 +15,7 @@ _WIDTH = 140
 
 @dataclass(frozen=True)
 class Row:
-    """Row of the certificate's table.
+    """Row of the certificate's table: one comparison and its outcome.
 
     Attributes:
         what: what was compared.

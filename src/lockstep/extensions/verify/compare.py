@@ -331,7 +331,7 @@ class Numbers:
     # -- runs that agree without training
 
     def _check_vacuous(self) -> None:
-        """Find untrained parameters, and reasons why the runs' agreement would prove nothing."""
+        """Find untrained parameters, and reasons why an agreement of the runs would not be conclusive."""
         result, events = self.result, self.ranks.first.steps
         sizes: dict[str, list[float]] = defaultdict(list)  # by parameter, of its gradients
         elements: dict[str, int] = {}

@@ -20,7 +20,7 @@ _NOTHING = torch.zeros(STRIDE, dtype=torch.float64)
 
 @dataclass(frozen=True)
 class Shares:
-    """Gradient as a weighted sum of the ranks' own gradients.
+    """A gradient, expressed as a weighted sum of the gradients of each rank's micro-batches.
 
     Attributes:
         weights: weight of each rank's micro-batches, of shape (ranks, micro-batches). In one process, and in the mean
@@ -33,7 +33,7 @@ class Shares:
 
     @property
     def fits(self) -> bool:
-        """True if the gradient is a weighted sum of the ranks' own gradients."""
+        """True if the weighted sum reproduces the gradient, up to rounding."""
         return self.rest < _FITS
 
     def all_are(self, weight: float) -> bool:
@@ -61,7 +61,7 @@ class Shares:
 
 
 class Parts:
-    """Contributions of each backward in an update to each rank's own gradients.
+    """Each rank's unreduced gradients in one update, separately for each backward.
 
     Args:
         ranks: the run.
@@ -88,7 +88,7 @@ class Parts:
         return [key for key in self._sums[0] if any(own.get(key) for own in self._sums)]
 
     def shares(self, gradient: Mapping[str, Value], keys: Sequence[str] | None = None) -> Shares:
-        """Decompose a gradient into a weighted sum of the ranks' own gradients, by least squares.
+        """Find by least squares the weight of each rank's micro-batches in a gradient.
 
         Args:
             gradient: gradient of each parameter, by key.
@@ -123,7 +123,7 @@ class Parts:
         return sum((sums for own in ranks for sums in own.get(key, {}).values()), _NOTHING)
 
     def _deviating(self, gradients: Sequence[Mapping[str, Value]], expected: Mapping[str, Tensor]) -> list[str]:
-        """Return the keys of parameters for which any of the ``gradients`` differs from the ``expected`` sums."""
+        """Return the keys of parameters whose strided sums in any of ``gradients`` differ from ``expected``."""
         scale = max((sums.abs().max().item() for sums in expected.values()), default=0.0)
         return [
             key
@@ -133,5 +133,5 @@ class Parts:
 
 
 def _sums_of(value: Value) -> Tensor:
-    """Return the strided sums of a gradient, which are zero if the gradient is missing."""
+    """Return the `strided_sums` of a gradient, or zeros if the gradient is missing."""
     return strided_sums(value) if isinstance(value, Tensor) else _NOTHING

@@ -32,7 +32,7 @@ def widen(value: Any) -> Any:
 
 
 def widen_module(module: nn.Module) -> None:
-    """Convert a module's parameters and buffers to float64 in place. Unpickled modules have their saved dtypes."""
+    """Convert a module's parameters and buffers to float64 in place, since unpickling restores their saved dtypes."""
     for tensor in (*module.parameters(), *module.buffers()):
         widen_in_place(tensor)
 

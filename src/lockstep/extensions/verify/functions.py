@@ -1,4 +1,4 @@
-"""Observer of torch's functions, which shares random numbers, disables dropout, and splits BatchNorm by rank."""
+"""Observer of torch's functions: reuses the ranks' random numbers, disables dropout, and splits BatchNorm by rank."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Functions(TorchFunctionMode):
     # -- random numbers
 
     def _shared_draw(self, name: str, result: Tensor) -> Tensor:
-        """On a rank, save the random numbers just drawn. In one process, return the ranks' numbers in their place."""
+        """On a rank, save the random numbers just drawn. In one process, return the ranks' numbers instead."""
         settings = self.watch.settings
         # one file for each draw of an update and micro-batch: ranks and one process draw in the same order
         window = self.watch.updates, self.watch.backwards

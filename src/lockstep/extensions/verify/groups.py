@@ -89,7 +89,7 @@ class Groups:
         patch(torch.multiprocessing, "start_processes", spawn)
 
     def _report_size_of_ranks(self) -> None:
-        """Report the ranks' world size to user code in one process, to check if the learning rates then agree."""
+        """In one process, report the ranks' world size to user code, to check if that makes learning rates agree."""
         get_world_size, size = dist.get_world_size, len(self.watch.settings.feed)
         os.environ["WORLD_SIZE"] = str(size)
 

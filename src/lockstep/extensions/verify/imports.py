@@ -42,7 +42,7 @@ class Imports(MetaPathFinder):
         self.changes = changes
 
     def install(self) -> None:
-        """Change the modules that are imported already, and register the import hook for the others."""
+        """Change the modules that are already imported, and register the import hook for later imports."""
         for name, change in self.changes.items():
             if name in sys.modules:
                 change(sys.modules[name])
@@ -117,7 +117,7 @@ def _set_flags(settings: Settings, module: ModuleType) -> None:
 
 
 def _agree_alone(module: ModuleType) -> None:
-    """Let each of lockstep's ranks decide when to stop without the votes of the others."""
+    """Make each rank of a lockstep run decide alone when to stop, without the other ranks' votes."""
     original = module.ConsensusFlags.__init__
 
     @functools.wraps(original)
@@ -128,7 +128,7 @@ def _agree_alone(module: ModuleType) -> None:
 
 
 def _count_global_batches(settings: Settings, module: ModuleType) -> None:
-    """Multiply lockstep's batch size by the world size, so that one process plans as many micro-batches as a rank."""
+    """Multiply the batch size by the world size, so that one process plans as many micro-batches as each rank."""
     original, ranks = module.Sampling.of, len(list(settings.folder_of_ranks.glob("rank-*")))
 
     def of(*args: Any, **kwargs: Any) -> Any:

@@ -67,7 +67,7 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> None:
 
 @dataclass
 class KnownLoader:
-    """DataLoader of the script, with the lines that created it.
+    """DataLoader of the script, with the source lines that created it.
 
     Attributes:
         loader: the loader; the reference keeps another one from getting its id.
@@ -164,7 +164,7 @@ class Loaders:
         return self._track(number, self._record_batches(loader, number, iteration))
 
     def _track(self, number: int, batches: Generator[Collate]) -> Iterator[Any]:
-        """Yield a loader's batches, and end a training epoch once the requested steps of the run or epoch are made."""
+        """Yield a loader's batches. End a training epoch once the run or the epoch has made the requested steps."""
         watch, settings = self.watch, self.watch.settings
         before, iteration = watch.steps, self._iterations[number] - 1
         for at in itertools.count():

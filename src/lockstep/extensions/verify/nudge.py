@@ -1,4 +1,4 @@
-"""Test for losses that compare samples: one sample is changed slightly, and the others' gradients are compared."""
+"""Test for losses that compare samples: one sample is changed slightly, and other samples' gradients are compared."""
 
 from __future__ import annotations
 

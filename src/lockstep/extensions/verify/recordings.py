@@ -76,7 +76,7 @@ class RankRecording:
         return found
 
     def line_of(self, kind: str, **wanted: object) -> str:
-        """Return the line of the first event that `find` returns, or "" if there is none."""
+        """Return the source line of the first event that `find` returns, or "" if there is none."""
         found = self.find(kind, **wanted)
         return str(found[0]["where"]) if found else ""
 

@@ -1,4 +1,4 @@
-"""Reasons why a run proves nothing, with remedies, and causes of deadlocks and incomplete windows."""
+"""Reasons why a script cannot be verified, with remedies, and causes of deadlocks and incomplete windows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def explain_memory_error(error: Exception) -> str:
 
 
 def check_ranks(ranks: Recording, steps: int) -> str:
-    """Explain why the run on ranks proves nothing, with a remedy. Return "" if the run is usable."""
+    """Explain why the run on several ranks cannot be verified, with a remedy. Return "" if it can."""
     named = [(f"rank {number}", rank) for number, rank in enumerate(ranks.ranks)]
     # the failures that are not caused by another rank's come first
     first = [(name, rank) for name, rank in named if rank.ending.has_failed and not _follows_other(rank)]
@@ -85,7 +85,7 @@ def check_mesh(ranks: Recording) -> str:
 
 
 def check_single(single: Recording) -> str:
-    """Explain why the run of one process proves nothing, with a remedy. Return "" if the run is usable."""
+    """Explain why the single-process run cannot serve as the reference, with a remedy. Return "" if it can."""
     rank = single.first
     reason = _explain_ending("one process that is fed the samples of all ranks", rank)
     if not reason and not rank.steps:
@@ -223,7 +223,7 @@ def short_window(ranks: Recording) -> tuple[Difference, Reason] | None:
 
 
 def unsynchronized_shards(ranks: Recording) -> tuple[Difference, Reason] | None:
-    """Find a step of sharded parameters that lacks gradients, since its last backward was not synchronized."""
+    """Find an optimizer step on sharded parameters that lacks gradients, as the last backward was not synchronized."""
     if not ranks.has("sharded data parallel"):
         return None
     for step in ranks.first.steps:

@@ -40,7 +40,7 @@ Finding = tuple[Difference, Reason]
 
 
 class ResumeCheck:
-    """Check that runs a script with and without a stop, and compares samples and numbers after the stop.
+    """Check that runs a script with and without a stop, and compares the samples and values after the stop.
 
     In all runs an epoch of training ends after ``steps`` steps, so that scripts that save at the end of an epoch do so.
     A second stop is within the first epoch, by SIGTERM. A script that saves then, or every few steps, can resume.
@@ -76,7 +76,7 @@ class ResumeCheck:
         return self._certificate("" if is_compared else reason, found)
 
     def _stop_at_epoch_end(self, undisturbed: Recording, stopped: Recording) -> tuple[str, Finding | None]:
-        """Resume after one epoch. Return the reason if the check proves nothing (else ""), and the first difference."""
+        """Resume after one epoch. Return why the runs cannot be compared ("" if they can), and the first difference."""
         remaining = len(undisturbed.first.steps) - self._stop
         if remaining < 1:
             return "the script trains for one epoch only, and a stop would follow it: let it train for two", None

@@ -22,7 +22,7 @@ _MAX_ENTRIES = 3000
 
 @dataclass(frozen=True)
 class Request:
-    """Request to verify a script.
+    """Settings of a verification: the script, the number of ranks and steps, and time limits.
 
     Attributes:
         words: the script and its arguments, or ``-m``, a module and its arguments.
@@ -94,14 +94,14 @@ class Runs:
         return self._run("ranks", settings, after)
 
     def on_simulated(self, world: int, steps: int) -> Recording:
-        """Run the script on ``world`` ranks that exchange nothing, as many at a time as there are cores."""
+        """Run the script on ``world`` simulated ranks that do not communicate, as many at a time as there are cores."""
         settings = replace(self._settings(), world=world, steps=steps, simulated=True)
         return self._run("simulated", settings, together=os.cpu_count() or 1)
 
     def on_one(
         self, ranks: Recording, *overrides: str, order: tuple[int, ...] = (), deduplicated: tuple[int, ...] = ()
     ) -> Recording:
-        """Run the script as one process that is fed the samples of ``ranks``.
+        """Run the script as one process, on the samples that the recording ``ranks`` contains.
 
         Args:
             ranks: recording of the run on ranks.

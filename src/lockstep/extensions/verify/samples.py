@@ -108,7 +108,7 @@ class Samples:
         ]
 
     def _add(self, difference: Difference, cause: str, first: Event) -> None:
-        """Add a difference with a cause at the line that iterates the loader, which the event ``first`` describes."""
+        """Record a difference and its cause. The event ``first`` has the source line that iterates over the loader."""
         self.found.differences.append((difference, Reason(cause, first["where"])))
 
     def _check_training(
@@ -305,7 +305,7 @@ class Samples:
 
 
 def _training_loaders(ranks: Recording) -> set[int]:
-    """Return the numbers of the loaders for training, which are those with a backward between their batches."""
+    """Return which loaders (by number) are for training: those with a backward between their batches."""
     found: set[int] = set()
     for rank in ranks.ranks:
         newest: int | None = None

@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.05
 
 
 def serve() -> None:
-    """Read orders, one line of JSON each, from standard input, and run each order's script in a forked process.
+    """Read orders (one line of JSON each) from standard input, and run each order's script in a forked process.
 
     Print the process id, and write the exit code to the file `exit` in the order's folder. When the input is closed,
     kill the processes that still run.

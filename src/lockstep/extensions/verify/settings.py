@@ -1,4 +1,4 @@
-"""Settings of an observed process, the journal of its events, and the lines of user code that it runs."""
+"""Settings of an observed process, its journal of events, and functions that find user code on the stack."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Settings:
 
     @property
     def folder_of_ranks(self) -> Path:
-        """Folder of the run on ranks whose samples are fed to this process."""
+        """Folder of the multi-rank run whose recorded samples this process reads."""
         return Path(self.feed[0]).parent
 
     @property
@@ -89,7 +89,7 @@ class Settings:
 
     @classmethod
     def read(cls, path: str) -> Settings:
-        """Return the settings in a file that `write` has written."""
+        """Read settings from a file that `write` created."""
         found: dict[str, Any] = json.loads(Path(path).read_text())
         # JSON has no tuples
         lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}

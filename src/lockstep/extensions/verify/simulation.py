@@ -116,7 +116,7 @@ class Simulation:
 
 
 def _several(ranks: Sequence[int]) -> str:
-    """Format rank numbers to be appended to the word "rank", with the "s" of a plural.
+    """Format rank numbers to follow the word "rank", starting with an "s" if there are several.
 
     Example:
         >>> "rank" + _several([3]), "rank" + _several([0, 1, 2, 3, 4, 5])

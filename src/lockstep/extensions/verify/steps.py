@@ -242,7 +242,7 @@ class Steps:
                     parameter.data.div_(self.watch.settings.world)
 
     def _take_over(self, file: str, parameters: Iterable[Tensor]) -> None:
-        """Load parameters that the ranks have saved: rank 0's, or all ranks' joined if the ranks have parts."""
+        """Load parameters that the ranks have saved: rank 0's, or, if each rank has a part, the parts joined."""
         ranks = sorted(self.watch.settings.folder_of_ranks.glob(f"rank-*/{file}.pt"))
         found: list[dict[str, Value]] = [torch.load(path, mmap=True) for path in ranks]
         for parameter in parameters:

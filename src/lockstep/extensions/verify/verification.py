@@ -199,7 +199,7 @@ class Verification:
         return self._certify_alike(ranks)
 
     def _certify_alike(self, ranks: Recording) -> Certificate:
-        """Certify that the runs agree, or return the reasons why their agreement proves nothing."""
+        """Return a certificate that the runs agree, or one with the reasons why their agreement is not conclusive."""
         reasons = [*self.samples.vacuous, *self.comparison.vacuous]
         steps = _steps_of(ranks)
         if 1 < steps < self.request.steps:
@@ -214,7 +214,7 @@ class Verification:
         return self._certificate(ranks, reasons=reasons)
 
     def _check_untrained(self) -> list[str]:
-        """Add notes on parameters without gradients, or return a reason if these are a large part of the model."""
+        """Add notes on untrained parameters. If these are a large part of the model, return a reason not to certify."""
         untouched, zero = self.comparison.untouched, self.comparison.zero
         if self.comparison.zero_share > _MAX_UNTRAINED:
             return [
@@ -251,7 +251,7 @@ class Verification:
     # -- comparing
 
     def _compare(self, ranks: Recording, single: Recording) -> Comparison:
-        """Compare the runs exactly, then accept small differences that a different order of summation causes, too."""
+        """Compare the runs exactly. If differences are small, repeat with tolerances measured by reordering samples."""
         comparison = Numbers(ranks, single, exact).compare()
         first = comparison.first
         float64 = self.runs.float64
@@ -269,7 +269,7 @@ class Verification:
         return Numbers(ranks, single, tolerance, 1e-7 if float64 else 1e-3).compare()
 
     def _agrees_with(self, override: str) -> bool:
-        """Return True if ranks and one process agree when both run with an override."""
+        """Return True if ranks and one process agree when an override disables or changes a feature in both runs."""
         ranks = self.runs.on_ranks(override)
         if refusals.check_ranks(ranks, 1):
             return False
@@ -284,7 +284,7 @@ class Verification:
         return self._compare(ranks, single).first is None
 
     def _drop_expected(self, ranks: Recording, single: Recording) -> None:
-        """Drop expected differences at the end of a Join, and in learning rates that depend on the number of ranks."""
+        """Drop expected differences: at the end of Join, and in learning rates that depend on the number of ranks."""
         uneven = ranks.uneven_from
         # gradients are divided by all ranks, also by those that have no data
         if uneven is not None and any(event["by_all"] for _, event in ranks.find("join")):
@@ -324,7 +324,7 @@ def _windows(recording: Recording) -> list[int]:
 
 
 def _splits_model(ranks: Recording) -> bool:
-    """Return True if ranks have parts of a model, as DTensors without data parallelism or as different parameters."""
+    """Return True if tensor parallelism (by DTensors or by hand) splits the model. FSDP does not count."""
     if ranks.has("sharded data parallel"):
         return False
     if ranks.is_sharded or ranks.has("tensor parallel"):
@@ -336,7 +336,7 @@ def _splits_model(ranks: Recording) -> bool:
 
 
 def _notes_of(ranks: Recording, single: Recording) -> Iterator[str]:
-    """Yield notes on features disabled in the runs, and on random numbers that one process took from the ranks."""
+    """Yield notes on features disabled in the runs, and one if the single process reused the ranks' random numbers."""
     for run, texts in ((ranks, _NOTES_OF_RANKS), (single, _NOTES_OF_SINGLE)):
         for _, event in run.find(*texts):
             yield texts[event["kind"]].format(**event)

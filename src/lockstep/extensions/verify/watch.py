@@ -51,7 +51,7 @@ class Watch:
         self.on_training_start: Callable[[], None] | None = None
 
     def events_of_rank_0(self, *kinds: str) -> list[Event]:
-        """Return rank 0's events of the given kinds, or an empty list if the process is not fed a recording."""
+        """Return rank 0's events of the given kinds. Return an empty list unless this process replays a run."""
         settings = self.settings
         if not settings.is_replay:
             return []
@@ -63,7 +63,7 @@ class Watch:
         return self.steps >= self.settings.steps
 
     def end_join(self) -> None:
-        """Note for all ranks that this rank has made all steps, if the script uses Join."""
+        """If the script uses Join, create the file that signals to all ranks that this rank has made all steps."""
         if self.joins:
             self._join_end.touch()
 

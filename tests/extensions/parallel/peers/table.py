@@ -39,7 +39,7 @@ def page() -> str:
         "",
         f"There are {len(tests)} tests. Torch's class passes {len(theirs)}. Lockstep's class passes {len(ours)} of",
         f"these ({len(tcp)} over TCP), and {len(beyond)} that torch's class does not pass. The other {len(listed)}",
-        "fail for these reasons (with the number of tests):",
+        f"of the {len(theirs)} tests fail with lockstep's class, for these reasons (with the number of tests):",
         "",
         *(f"- {text}: {count}" for kind, text in KINDS.items() if (count := kinds.count(kind))),
         "",
@@ -73,7 +73,9 @@ def page() -> str:
 
 def _line(test: str, row: dict[str, str], said: dict[str, str]) -> str:
     theirs, ours = said.get("torch", ""), said.get("ours", "") or said.get("own words", "")
-    parts = [theirs] if theirs == ours else [text for text in (theirs and f"torch's {theirs}", ours) if text]
+    both = bool(theirs and ours)
+    parts = [theirs and f"torch's class {theirs}", f"the test {ours}" if both else ours]
+    parts = [theirs] if theirs == ours else [text for text in parts if text]
     words = {name: row[name] for name in ("torch", "lockstep", "over TCP")}
     if row.get("own words") == "passes":
         words["lockstep"] = words["over TCP"] = "passes except for the wording"

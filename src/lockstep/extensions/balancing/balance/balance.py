@@ -247,7 +247,7 @@ class Balance:
         return self._control.look(busy, self._parts, most)
 
     def _room(self) -> float:
-        """Return how many of the samples that are divided at once fit this rank's memory; infinite if unknown."""
+        """Return the largest share (number of samples) that fits this rank's memory; infinite if unknown."""
         looks = self._windows // PERIOD
         if self._changes and self._largest and looks >= self._most[0]:
             free = _samples_in_free_memory(self._session, self._largest)

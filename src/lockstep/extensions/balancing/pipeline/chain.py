@@ -223,7 +223,7 @@ class Chain:
     # -- a step in two parts
 
     def input_of(self, step: Callable[[], Any]) -> tuple[Tensor | None, Extras]:
-        """Run a step up to the chain, and return the chain's input (None without a call) and other arguments."""
+        """Run a step up to the chain, and return the chain's input (None if it is not called) and other arguments."""
         self._count, self._first, self._extras = 0, None, []
         try:
             with self._in(_Mode.TAKES):
@@ -237,7 +237,7 @@ class Chain:
         return None, ()
 
     def with_output(self, step: Callable[[], Any], output: Tensor) -> Any:
-        """Run a step in which the chain returns ``output`` without computing, and return the step's result.
+        """Run a step in which the chain returns ``output`` instead of running its blocks. Return the step's result.
 
         Raises:
             MisconfigurationException: the step does not call all blocks once, in their order.

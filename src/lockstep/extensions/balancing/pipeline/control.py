@@ -1,4 +1,4 @@
-"""Decisions about the split of a pipeline's chain: predicted times, the best split, and when the split changes.
+"""Decisions about the split of a pipeline's blocks into stages: predicted times, the best split, and when to change it.
 
 All functions are pure: the same numbers give the same split on every rank.
 """
@@ -26,7 +26,7 @@ SIMILAR = 1.5
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Fraction of the chain's seconds that a block takes, and the block's memory.
+    """A block's fraction of the time of the whole chain of blocks, and the block's memory.
 
     Attributes:
         share: fraction of the seconds of the whole chain.
@@ -70,7 +70,7 @@ class StageLook:
 
 @dataclass(frozen=True)
 class Resplit:
-    """A change of the split, or the decision to keep the split.
+    """A change of the number of blocks in each stage, or the decision to change nothing.
 
     Attributes:
         before: number of blocks by stage before the change.
@@ -131,7 +131,7 @@ def shares_of_blocks(seconds: Sequence[Sequence[float]], kinds: Sequence[str]) -
 
 @dataclass
 class SplitControl:
-    """Controller that decides, from successive measurements, when the split of a chain changes.
+    """Controller that decides, from successive measurements, when the split of blocks into stages changes.
 
     A measurement is the seconds of a micro-batch on each rank, without waiting. The speed of a rank follows from the
     newest one, and the share of each block from the measurement of all blocks at the start. A change that saves at

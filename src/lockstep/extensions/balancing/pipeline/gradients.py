@@ -69,7 +69,7 @@ TOGETHER = 2**23
 
 @torch.no_grad()
 def _sum(parameters: Sequence[Parameter], group: comm.Group, factor: float) -> list[Tensor | None]:
-    """Return gradients, summed over a group in place and multiplied by ``factor``; None for one that no rank has."""
+    """Sum gradients in place over a group, multiply by ``factor``, and return them; None if no rank has a gradient."""
     device = next((p.grad.device for p in parameters if p.grad is not None), parameters[0].device)
     has = [p.grad is not None for p in parameters]
     # the flags are reduced on the device, so that only a rank that lacks a gradient waits for the result

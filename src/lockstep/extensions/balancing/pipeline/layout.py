@@ -93,7 +93,7 @@ class StagePlacement:
 
 
 def find_torn(module: nn.Module, where: Callable[[str], object]) -> tuple[str, str] | None:
-    """Find a shared tensor whose names have different places. Return two such names, or None.
+    """Return two names of a shared tensor for which ``where`` returns different places, or None.
 
     Args:
         module: the full module.

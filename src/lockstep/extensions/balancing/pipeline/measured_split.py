@@ -1,4 +1,4 @@
-"""Exchange of measured block and window times between a pipeline's ranks, which choose the split from the times.
+"""Exchange of measured times between a pipeline's ranks, to decide how many blocks each rank runs.
 
 A process that drives several devices measures each device, and sends one row for each.
 """
@@ -54,7 +54,7 @@ class _DeviceReport:
 
 
 class MeasuredSplit:
-    """Periodic exchange of times between a pipeline's ranks, which decides when the split changes.
+    """Controller that exchanges times between a pipeline's ranks, and decides when blocks move to other ranks.
 
     Args:
         times: timers of this process's windows, by position in the pipeline.
@@ -198,7 +198,7 @@ def _parameters_of(blocks: Iterable[nn.Module]) -> set[int]:
 
 
 def _input_of(stages: Stages, turns: Sequence[Turn]) -> tuple[Like | None, bool]:
-    """Return a description of the chain's input, and True if blocks take further arguments. Collective.
+    """Return a description of the first block's input, and True if blocks take further arguments. Collective.
 
     The description is None if the window has no samples.
     """

@@ -1,4 +1,4 @@
-"""Comparison of torch's backward in two parts, used by zero-bubble schedules, with an ordinary backward.
+"""Check of torch's two-part backward, which zero-bubble schedules use, against an ordinary backward.
 
 torch finds the weights of a stage in the graph between its output and its input. It omits parameters that are not on a
 path to the input, hooks on accumulated gradients, and everything if the input needs no gradient. It frees parts of the

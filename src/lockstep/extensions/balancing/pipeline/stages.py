@@ -152,7 +152,7 @@ class _Blocks(nn.Module):
         self._weights = list(weights)
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
-        """Iterate over the parameters whose gradients torch computes in the second part of a backward."""
+        """Iterate over the parameters whose gradients torch computes in the second part of a split backward."""
         return iter(self._weights)
 
     def forward(self, x: Tensor) -> Tensor:

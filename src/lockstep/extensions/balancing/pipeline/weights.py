@@ -120,7 +120,7 @@ class WholeModule:
         return self.owned.owner_of(name) if parameter is None else self.owned.owner(parameter)
 
     def align_buffers(self, peers: comm.Group) -> None:
-        """Copy replica 0's buffers to the other replicas, and buffers outside the chain from the last stage's rank."""
+        """Copy replica 0's buffers to all replicas; in a pipeline, copy the last stage's buffers outside the chain."""
         named = dict(self.module.named_buffers())
         if peers is not None:
             own = [b for name, b in named.items() if self.owned.place in self.owned.holders_of(name)]

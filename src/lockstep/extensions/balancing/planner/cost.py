@@ -133,7 +133,7 @@ class Prediction:
 
     @property
     def rate(self) -> float:
-        """Samples a second, over all devices."""
+        """Samples per second, over all devices."""
         return self.samples / self.seconds if self.seconds else math.inf
 
     @property
@@ -249,7 +249,7 @@ class _Single:
         return found
 
     def states(self) -> dict[str, float]:
-        """Return, by purpose, the bytes of parameters, gradients, optimizer states and buckets on the fullest rank."""
+        """Return the bytes of model states and buckets, by purpose, on the rank that needs the most memory."""
         return {**_model_states(self.profile.parameters), "buckets": 0.0}
 
     def working(self) -> float:
@@ -405,7 +405,7 @@ class _SharedUpdate(_DDP):
 
 
 class _Sharded(_SharedUpdate):
-    """Cost of ``ddp`` with a sharded optimizer, in which each parameter is updated by its owner's rank."""
+    """Cost of ``ddp`` with a sharded optimizer, in which each parameter is updated by the rank that owns it."""
 
     def states(self) -> dict[str, float]:
         trained = [p for p in self.profile.parameters if p.trainable]

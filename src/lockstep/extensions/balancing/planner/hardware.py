@@ -273,7 +273,7 @@ def _small_step() -> Callable[[], None]:
 
 
 def probe(rank: int, folder: str) -> None:
-    """Measure messages, contention and engines' overhead between two processes, which both call this function.
+    """Measure all-reduces, contention and the overhead of engines. Two processes call this function together.
 
     Rank 0 writes the results into ``folder``.
 

@@ -276,7 +276,7 @@ def _reason(choice: Prediction, rows: Sequence[Prediction], hardware: Hardware, 
 
 
 def _nothing_fits(profile: ModelProfile, rows: Sequence[Prediction], hardware: Hardware) -> str:
-    """Return a message with the missing memory, and with changes that would make the model fit."""
+    """Return a message about how much memory is missing, and which changes would make the model fit."""
     found = min((row for row in rows if not row.other and not row.obstacle), key=lambda row: row.missing)
     changes = []
     by_batch = max(span.peak for span in profile.step(found.candidate.recomputed).spans)

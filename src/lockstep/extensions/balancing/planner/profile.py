@@ -245,7 +245,7 @@ def key_of(parameters: Iterable[tuple[str, tuple[int, ...], bool]]) -> str:
 
 
 def _timeline(trace: StepTrace, counted: Iterable[tuple[TracedAllocation, float]]) -> list[int]:
-    """Return the total bytes during each operation, from pairs (allocation, number of its last operation)."""
+    """Return the bytes allocated during each operation, from (allocation, index of its last operation) pairs."""
     change = [0] * (trace.operations + 3)
     for made, end in counted:
         change[made.born] += made.size
@@ -257,7 +257,7 @@ def spans_of(trace: StepTrace) -> tuple[SpanProfile, ...]:
     """Return the profiles of a trace's spans, with their memory."""
 
     def dies(made: TracedAllocation) -> float:
-        """Return when an allocation ends if a gradient is freed at the end of the autograd node that computes it."""
+        """Return an allocation's last operation, if gradients are freed after the autograd node that computes them."""
         end = made.born
         if made.kind != "gradient":
             return made.died

@@ -113,7 +113,7 @@ def workspace_of_lstm(length: int, batch: int, hidden: int) -> int:
 
 
 def hidden_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Return the size in bytes of the memory that an operation keeps on a CPU but that fake tensors do not show.
+    """Return the bytes that an operation on a CPU retains in memory in addition to what fake tensors show.
 
     These are the workspace of an LSTM, and the elements of a mean in some losses. They exist as long as the last
     result of the operation.

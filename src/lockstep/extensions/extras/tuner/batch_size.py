@@ -138,7 +138,7 @@ def check_data(trainer: Trainer, name: str) -> None:
 
 
 def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
-    """Search for the batch size inside a call of the Trainer; set the attribute to the result, and return the result.
+    """Search for the largest batch size inside a Trainer call. Assign the result to ``batch_arg_name``, and return it.
 
     Return None in a ``fast_dev_run``.
 

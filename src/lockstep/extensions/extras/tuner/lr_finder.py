@@ -305,7 +305,7 @@ def lr_find(trainer: Trainer, settings: RangeTest, show_progress: bool) -> LRFin
 
 
 def _use_rate(trainer: Trainer, name: str, rate: float) -> None:
-    """Set the attribute, and the optimizer's learning rate, to the rate that the search has found."""
+    """Set the attribute ``name``, and the optimizers' learning rates, to the rate that the search has found."""
     set_everywhere(trainer, name, rate)
     rank_zero_info(f"The learning rate finder set `{name}` to {rate} ({', '.join(places_of(trainer, name))}).")
     if not has_started(trainer):

@@ -38,7 +38,7 @@ from lockstep.trainer import Trainer
 
 
 class _TensorCopy:
-    """A tensor, and a copy of its values on the CPU, where it takes no memory from a trial on the device."""
+    """A tensor and a copy of its values on the CPU, where the copy uses no device memory during a trial."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -354,7 +354,7 @@ def evaluate(trainer: Trainer) -> Any:
 
 
 def configure_again(trainer: Trainer) -> None:
-    """Call ``configure_optimizers`` again before training, because its result may depend on a value just found."""
+    """Call ``configure_optimizers`` again before training, because a trial may have changed a value that it reads."""
     strategy, found = trainer.strategy, configured_optimizers(trainer.session)
     if trainer.world_size == 1:
         strategy.setup_optimizers(*found)

@@ -209,7 +209,7 @@ class _OnlySetUp(Callback):
 def _prepared(
     trainer: Trainer, fn: TrainerFn, model: LightningModule, given: dict[str, Any], data: LightningDataModule | None
 ) -> Iterator[None]:
-    """Set up a Trainer call, up to the start of its loop, for the context; restore the Trainer afterwards.
+    """Set up a Trainer call inside the block, up to the start of its loop. Restore the Trainer on exit.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; raised after everything is restored.

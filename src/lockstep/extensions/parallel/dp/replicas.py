@@ -147,7 +147,7 @@ def as_device(device: int | str | torch.device) -> torch.device:
 
 
 def rows_of(batch: object, dim: int = 0) -> int | None:
-    """Return the number of rows of the tensors in a nested batch; None without a tensor that has dimensions.
+    """Return the common size along ``dim`` of the tensors in a nested batch; None if no tensor has dimensions.
 
     Raises:
         ValueError: the tensors have different numbers of rows, or one lacks the dimension.

@@ -19,7 +19,7 @@ Record = dict[str, Tensor]
 
 
 class Memory:
-    """Memory of a communication hook: named tensors for each parameter, saved by the position in the buckets.
+    """Named tensors that a communication hook stores for each parameter, saved by position in the buckets.
 
     A checkpoint cannot refer to parameters, so it has the records by bucket and place. Its bucket plan is restored
     before the records are used.

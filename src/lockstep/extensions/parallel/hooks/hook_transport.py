@@ -478,7 +478,7 @@ def _in_turn(group: comm.Group, bucket: GradBucket) -> bool:
 
 
 class HookTransport(AllReduce):
-    """Transport that reduces buckets with a communication hook, which divides gradients itself.
+    """Transport that reduces buckets with a communication hook. The hook divides gradients by the number of ranks.
 
     On gloo a future's callback runs in a thread at an undefined time. A hook that starts another collective there
     (torch's PowerSGD) could start those of two buckets in different orders on two ranks. So the hook is called for a

@@ -180,7 +180,7 @@ def post_local_sgd(state: PostLocalSGDState, bucket: GradBucket) -> torch.future
 
 
 def marks_of(hook: object, state: Any) -> RoundGroup | None:
-    """Return a function that selects the group in which a round exchanges used parameters; None for a fixed group.
+    """Return a function that selects a round's group for the flags of used parameters; None for a fixed group.
 
     Args:
         hook: a communication hook of lockstep or torch, wrapped or not.

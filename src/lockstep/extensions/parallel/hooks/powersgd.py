@@ -17,7 +17,7 @@ from lockstep.ground.errors import MisconfigurationException
 
 
 class PowerSGDState:
-    """Settings and memory of `power_sgd`.
+    """Settings of `power_sgd`, and the tensors that a rank stores from round to round.
 
     Args:
         rank: columns of the thin matrices; 1 to 4 is usual. At most the number of rows or columns of a matrix.
@@ -71,15 +71,15 @@ class PowerSGDState:
 
     @property
     def memory_bytes(self) -> int:
-        """Size of this rank's memory between rounds, in bytes."""
+        """Size in bytes of the tensors that this rank stores between rounds of gradient reduction."""
         return self._memory.bytes
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's progress and memory as tensors and plain types. The memory differs between ranks."""
+        """Return the number of rounds and this rank's stored tensors, which differ between ranks."""
         return {"iteration": self.iteration, "memory": self._memory.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore progress and memory that this rank saved. The settings of the constructor are kept.
+        """Restore the number of rounds and the tensors that this rank saved. The constructor's settings stay unchanged.
 
         Args:
             state: result of :meth:`state_dict` on this rank.
@@ -210,7 +210,7 @@ class _Round:
         return _orthonormal(starts)
 
     def _average_q(self, ps: list[Tensor], group: comm.Group) -> None:
-        """Average Q, write the approximate means into the matrices, and update the memory.
+        """Average Q, write the approximate means into the matrices, and store errors and Q for the next round.
 
         A rank's error is the difference to the approximation of its own matrix. (With the difference to the ranks'
         mean, which has the same sum, errors of opposite signs would grow forever if the ranks' data differ.)
@@ -233,7 +233,7 @@ class _Round:
             torch.mm(p, q.t(), out=matrix.values)
 
     def _average(self, message: Tensor, group: comm.Group, sent: Tensor | None = None) -> None:
-        """Overwrite ``message`` with its mean over the ranks, and its copy ``sent`` with the rounded values."""
+        """Overwrite ``message`` with its mean over the ranks, and its copy ``sent`` with the rounded message."""
         if not self.half:
             mean(message, group)
             return
