@@ -24,10 +24,10 @@ CLIP = {"gradient_clip_val": 0.5}
 EQUAL: dict[str, Case] = {
     "ddp": (Plain, DDPStrategy, {}),
     "ddp, accumulated and clipped": (Plain, DDPStrategy, {"accumulate": 3, **CLIP}),
-    "ddp, a weight of its own": (Weighted, DDPStrategy, {}),
-    "ddp, parameters that are not always used": (Sometimes, DDPStrategy, {}),
-    "ddp, BatchNorm synchronized": (Normed, DDPStrategy, {"sync_batchnorm": True}),
-    "ddp, optimizer in shards": (Plain, lambda: DDPStrategy(shard_optimizer=True), CLIP),
+    "ddp, weights returned by training_step": (Weighted, DDPStrategy, {}),
+    "ddp, parameters used only for some samples": (Sometimes, DDPStrategy, {}),
+    "ddp, synchronized BatchNorm": (Normed, DDPStrategy, {"sync_batchnorm": True}),
+    "ddp, sharded optimizer": (Plain, lambda: DDPStrategy(shard_optimizer=True), CLIP),
     "ddp, static graph": (Plain, lambda: DDPStrategy(static_graph=True), {}),
     "fsdp": (Blocks, FSDPStrategy, CLIP),
     "fsdp, offloaded to the CPU": (Blocks, lambda: FSDPStrategy(cpu_offload=True), CLIP),
@@ -39,7 +39,7 @@ EQUAL: dict[str, Case] = {
 def run_equal(part: Part, world: int, accelerator: Any, group: bool = True) -> None:
     """A check for each case, on ranks of the part's pool."""
     for name in EQUAL:
-        part.check(f"{name}: the numbers of one process", compared, part, name, world, accelerator, group)
+        part.check(f"{name}: same results as one process", compared, part, name, world, accelerator, group)
 
 
 def compared(part: Part, name: str, world: int, accelerator: Any, group: bool) -> Numbers:

@@ -102,8 +102,8 @@ ROWS = [
     ),
     Row(
         "With WeightAveraging, a checkpoint that is saved after the fit also contains the current weights; in "
-        "Lightning, it contains the average in their place. Before training, no average is saved; Lightning saves the "
-        "first weights.",
+        "Lightning, it contains the average instead. Before training, no average is saved; Lightning saves the first "
+        "weights.",
         PAGE,
         replace(PLAIN, calls=("fit", "resume"), callbacks=(("EMAWeightAveraging", {"decay": 0.5}),)),
         causes.of_averaging,
@@ -289,7 +289,7 @@ ROWS = [
     ),
     Row(
         "An evaluation of a checkpoint with an average uses the average; in Lightning, it uses the current weights if "
-        "the Trainer is that of the fit.",
+        "the same Trainer ran the fit.",
         PAGE,
         replace(
             PLAIN,
@@ -410,8 +410,9 @@ ROWS = [
         ),
     ),
     Row(
-        "If a save monitors an epoch's training mean at the last validation of the epoch, it waits for this mean, and "
-        "a missing name is reported there; Lightning uses an older mean, or raises an error.",
+        "If a save monitors an epoch's training mean at the last validation of the epoch, it waits for this mean. "
+        "If the name was never logged, this is reported at the end of the epoch; Lightning uses an older mean, or "
+        "raises an error.",
         PAGE,
         replace(PLAIN, callbacks=(("ModelCheckpoint", {"monitor": "loss_epoch", "save_on_train_epoch_end": False}),)),
         causes.waits_for_mean,

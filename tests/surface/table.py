@@ -82,11 +82,10 @@ def page() -> str:
         "Lightning](from-lightning.md) lists the most frequent differences, and [where it has",
         "run](../README.md#where-it-has-run) the devices.",
         "",
-        'The last column of a table names the test of the row. "As there" means: as in Lightning. A rank is one',
-        "process of a run, and a window is the micro-batches of one optimizer step. The page is written by",
-        "`python -m tests.surface.table`.",
+        "The last column of a table names the test of the row. A rank is one process of a run, and a window is the",
+        "micro-batches of one optimizer step. The page is written by `python -m tests.surface.table`.",
         "",
-        f"{counts['works']} rows work, {counts['differs']} differ, {counts['refused']} are refused.",
+        f"In the tables, {counts['works']} names work, {counts['differs']} differ and {counts['refused']} are refused.",
     ]
     lines += [
         "",
@@ -117,7 +116,7 @@ def page() -> str:
         "",
         "## Found by random programs",
         "",
-        "Differences that `python -m tests.differential` found by running random programs on both.",
+        "Differences that `python -m tests.differential` found by running random programs on lockstep and Lightning.",
         "",
         *(f"- {row.sentence}" for row in known.ROWS if row.where == known.PAGE),
     ]
@@ -141,7 +140,7 @@ def guide() -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    reason = " ".join((row.get("reason") or "as there").split()).replace("|", "\\|")
+    reason = " ".join((row.get("reason") or "as in Lightning").split()).replace("|", "\\|")
     test = row["test"].removeprefix("tests/")
     return f"| `{row['name']}` | {row['verdict']} | {reason} | `{test}` |"
 

@@ -25,7 +25,7 @@ def run(part: Part) -> None:
     for backend in ("nccl", backend_of(part.device)) if part.is_cuda else (backend_of(part.device),):
         for function in (reduced, *(hooked(name) for name in HOOKS), objects, exchanged):
             part.check(f"{function.__doc__} [{backend}]", on_ranks, part, function, backend)
-        for name in ("optimizer in shards", "fsdp, clipped and saved", MATRICES):
+        for name in ("sharded optimizer", "fsdp, clipped and saved", MATRICES):
             part.check(f"{name} [{backend}]", on_ranks, part, fitted, backend, name)
     on_cpu = "fsdp on the CPU, clipped and saved"  # of which NCCL alone carries nothing
     part.check(f"{on_cpu} [{backend_of(part.device)}]", on_ranks, part, fitted, backend_of(part.device), on_cpu)
@@ -131,7 +131,7 @@ def objects(device: str) -> Numbers:
 
 
 def exchanged(device: str) -> Numbers:
-    """rows and maxima of all ranks"""
+    """numbers and maxima exchanged by all ranks"""
     from lockstep.ground import comm
     from lockstep.ground.agreement import HostMaximum
 
@@ -168,7 +168,7 @@ def fitted(device: str, name: str) -> Numbers:
     from lockstep.strategies import DDPStrategy, FSDPStrategy
 
     strategies: dict[str, Any] = {
-        "optimizer in shards": lambda: DDPStrategy(shard_optimizer=True),
+        "sharded optimizer": lambda: DDPStrategy(shard_optimizer=True),
         "fsdp, clipped and saved": FSDPStrategy,
         "fsdp on the CPU, clipped and saved": lambda: FSDPStrategy(cpu_offload=True),
         MATRICES: FSDPStrategy,

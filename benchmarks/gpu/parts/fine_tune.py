@@ -26,7 +26,7 @@ NEEDED = ("pytest", "transformers", "safetensors")
 STRATEGIES: dict[str, Callable[[], Any]] = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}
 OWNING: dict[str, Callable[[], Any]] = {
     **STRATEGIES,
-    "ddp, optimizer in shards": lambda: DDPStrategy(shard_optimizer=True),
+    "ddp, sharded optimizer": lambda: DDPStrategy(shard_optimizer=True),
 }
 AS_EAGER = 0.02
 """How far losses of compiled code may lie from those of eager code, which rounds to bfloat16 in other places."""
@@ -34,21 +34,23 @@ AS_EAGER = 0.02
 
 def run(part: Part) -> None:
     """Compiled layers first, which need no other package."""
-    part.check("compiled layers: the losses of eager ones, compiled once", compiled, part)
-    part.check("what the models are made of is installed", needed, NEEDED)
+    part.check("compiled layers: same losses as eager layers, compiled once", compiled, part)
+    part.check("the packages of the models are installed", needed, NEEDED)
     if any(find_spec(name) is None for name in NEEDED):
         return
-    part.check("weights of a folder, one process: those of from_pretrained", begun_alone, part)
+    part.check("weights read from a folder, one process: equal to those of from_pretrained", begun_alone, part)
     for name in STRATEGIES:
-        part.check(f"weights of a folder, {name}: those of from_pretrained", on_ranks, part, begun, name)
-        part.check(f"a folder written, {name}: from_pretrained reads it", on_ranks, part, written, name)
+        part.check(
+            f"weights read from a folder, {name}: equal to those of from_pretrained", on_ranks, part, begun, name
+        )
+        part.check(f"a saved folder, {name}: from_pretrained reads it", on_ranks, part, written, name)
     for name in OWNING:
-        part.check(f"matrix optimizer, {name}: the numbers of one process", on_ranks, part, matrices, name)
-    part.check("what the adapters are made of is installed", needed, ("peft",))
+        part.check(f"matrix optimizer, {name}: same results as one process", on_ranks, part, matrices, name)
+    part.check("peft is installed", needed, ("peft",))
     if find_spec("peft") is None:
         return
     for name in STRATEGIES:
-        part.check(f"LoRA, {name}: the numbers of one process", on_ranks, part, adapted, name)
+        part.check(f"LoRA, {name}: same results as one process", on_ranks, part, adapted, name)
         part.check(f"LoRA, {name}: resumed from a checkpoint of the adapter", on_ranks, part, resumed, name)
 
 

@@ -28,11 +28,11 @@ WITHIN = 0.10
 
 def run(part: Part) -> None:
     """Each check begins with nothing cached."""
-    part.check("gradients are held once in the first steps", held_once, part)
-    part.check("what is left after a fit", left_behind, part)
+    part.check("gradients are stored once in the first steps", held_once, part)
+    part.check("memory left after a fit", left_behind, part)
     plain = part.found[-1].get("numbers", {})
     part.check("recomputed activations", changed, part, plain, {"activation_checkpointing": True})
-    part.check("what a plan predicts", predicted, part)
+    part.check("predictions of a plan, compared with a fit", predicted, part)
 
 
 def size(part: Part) -> tuple[Size, int]:

@@ -17,9 +17,9 @@ MARK = re.compile(r"mark\.gpu\b")
 
 def run(part: Part) -> None:
     """A check for each file, from one run of pytest."""
-    part.check("pytest and what the suite is written with are here", needed)
+    part.check("pytest and the other packages of the tests are installed", needed)
     report = Path("tests.xml").resolve()
-    part.check("all of them in one run", tested, part, report)
+    part.check("all tests in one run", tested, part, report)
     for file, (passed, failed, skipped, said) in by_file(report).items():
         part.check(file, told, passed, failed, skipped, said)
 
