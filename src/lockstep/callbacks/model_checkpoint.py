@@ -778,8 +778,8 @@ class ModelCheckpoint(Checkpoint):
         folder = state_dict.get("dirpath", self.dirpath)
         if folder != self.dirpath:
             rank_zero_warn(
-                f"The checkpoint was saved in {folder!r}, but this run saves in {self.dirpath!r}. Therefore a new "
-                "ranking starts, and only best_model_path is restored."
+                f"The checkpoint was saved in {folder!r}, but this run saves in {self.dirpath!r}. Therefore only "
+                "best_model_path is restored, and a new ranking starts in `best_k_models`."
             )
             return
         ranked = dict(state_dict.get("best_k_models", self.best_k_models))

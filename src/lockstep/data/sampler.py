@@ -216,7 +216,8 @@ class Drawn(Indexed):
     def reshare(self, shares: Reshare) -> None:
         if shares[0] < self._reached:
             raise RuntimeError(
-                f"{self._sampling.name}: micro-batch {shares[0]} has been drawn, so its shares cannot change"
+                f"{self._sampling.name}: micro-batch {shares[0]} has been drawn, so its division among the ranks "
+                "cannot change. Pass a later micro-batch"
             )
         self._shares.append(shares)
 

@@ -596,8 +596,8 @@ def checked_size(name: str, batch_size: object) -> float:
         size = -1.0
     if not 0.0 <= size < math.inf:
         raise MisconfigurationException(
-            f"self.log({name!r}, ..., batch_size={batch_size!r}): pass the number of samples for the value (0 or "
-            "more), or omit batch_size to use the number of samples in the batch."
+            f"self.log({name!r}, ..., batch_size={batch_size!r}): pass the number of samples that the value covers (0 "
+            "or more), or omit batch_size to use the number of samples in the batch."
         )
     return size
 

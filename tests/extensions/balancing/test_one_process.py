@@ -133,7 +133,7 @@ SPLIT_WRONG: dict[Any, str] = {
     of_ranks.Ignores: "computes a different gradient for net.3.value",
     of_ranks.LossWithoutChain: "computes a different gradient for the parameter of shape .* outside of the chain",
     OneForTwo: r"torch computes a gradient for net.3.* that shares memory with another gradient",
-    Watched: "net.3.inner.bias has a hook on its accumulated gradient",
+    Watched: "net.3.inner.bias has a post-accumulate-grad hook",
 }
 
 

@@ -338,7 +338,7 @@ def test_ranks_prune_as_one_process(ranks: RankPool) -> None:
     ("settings", "said"),
     [
         ({"pruning_fn": "l1_unstructured", "parameter_names": ["chocolate"]}, "chocolate isn't in"),
-        ({"pruning_fn": {}}, r"expected to be a str in \["),
+        ({"pruning_fn": {}}, r"pass a str in \["),
         ({"pruning_fn": "l2"}, "'l2'"),
         ({"pruning_fn": "random_structured"}, "`pruning_dim` should be provided"),
         ({"pruning_fn": "ln_structured", "pruning_dim": 0}, "`pruning_norm` should be provided"),

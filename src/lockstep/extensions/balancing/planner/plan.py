@@ -179,7 +179,9 @@ class Plan:
             MisconfigurationException: nothing fits, so there is no choice.
         """
         if self.choice is None:
-            raise MisconfigurationException(f"{path}: the plan has no choice that could be saved. {self.reason}")
+            raise MisconfigurationException(
+                f"{path}: the plan cannot be saved, because it selects no strategy. {self.reason}"
+            )
         Path(path).write_text(SavedPlan.of(self).text())
 
 

@@ -159,7 +159,7 @@ class Tuner:
             RuntimeError: not even one sample fits into memory.
         """
         if method not in batch_size.STAGES:
-            raise ValueError(f"scale_batch_size(method={method!r}): it must be one of {', '.join(batch_size.STAGES)}.")
+            raise ValueError(f"scale_batch_size(method={method!r}): pass one of {', '.join(batch_size.STAGES)}.")
         _check_loaders("scale_batch_size", method, train_dataloaders, val_dataloaders, dataloaders)
         _check_callbacks(self._trainer, BatchSizeFinder)
         settings = batch_size.BatchSizeSearch(
