@@ -70,8 +70,8 @@ from lockstep.precision.formats import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
 
 STAYED_THERE = (
-    "the call ran in other processes, which have ended with the optimizer states and everything else that a resume "
-    "needs. To resume, save with ModelCheckpoint or in a hook; to save the weights alone, pass weights_only=True."
+    "the call ran in other processes. When they ended, the optimizer states and everything else that a resume needs "
+    "were lost. To resume, save with ModelCheckpoint or in a hook; to save the weights alone, pass weights_only=True."
 )
 
 SAVED_WITHIN = (

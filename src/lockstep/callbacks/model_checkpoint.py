@@ -51,7 +51,7 @@ class Checkpoint(Callback):
 
 EARLIER = (
     "ModelCheckpoint: the checkpoint of step {now} is ranked by the value of {monitor!r} from step {step}, the last "
-    "one measured. It ranks after checkpoints with a value for their own weights, and is listed in "
+    "one measured. It ranks after all checkpoints whose value was measured at their own step, and is listed in "
     "`values_of_earlier_steps`. To avoid this, save at steps with a validation (val_check_interval) or at epoch ends."
 )
 

@@ -305,7 +305,7 @@ class RunBatches:
         other_order = saved.at.rows > 0 and saved.by_process not in (None, feed.by_process)
         if is_within_epoch and not has_warned and config.order == "torch" and other_order:
             rank_zero_warn(
-                'Trainer(order="torch"): one process draws a different permutation from several processes, so in the '
+                'Trainer(order="torch"): one process draws a different permutation than several processes, so in the '
                 "rest of this epoch some samples may be seen twice and some never."
             )
         found.report()

@@ -187,8 +187,8 @@ def _check_loaders(search: str, method: str, train: object, val: object, others:
 def _check_callbacks(trainer: Trainer, kind: type) -> None:
     if any(isinstance(callback, kind) for callback in trainer.base_callbacks):
         raise ValueError(
-            f"Trainer(callbacks=[{kind.__name__}(...)]) already searches when a call starts. Remove the callback to "
-            "use the Tuner."
+            f"Trainer(callbacks=[{kind.__name__}(...)]) already runs the same search. Remove the callback to use the "
+            "Tuner."
         )
 
 

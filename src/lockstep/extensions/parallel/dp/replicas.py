@@ -414,7 +414,7 @@ def choose_devices(
     if not devices:
         if output_device is not None:
             raise MisconfigurationException(
-                f"output_device={output_device!r} without device_ids: outputs are not moved then. Pass both, or neither"
+                f"output_device={output_device!r} without device_ids has no effect. Pass both, or neither"
             )
         return [], None
     if here != devices[0]:
