@@ -572,8 +572,8 @@ class Trainer(Attributes):
             own = f"{type(self.session.module).__name__}.on_train_batch_end"
             warn_once(
                 f"trainer.save_checkpoint in {early}: {own} has not run yet for this batch, and a run that resumes "
-                "from this file skips that call. If the module's hook changes anything, save there, or derive the "
-                "callback from lockstep.callbacks.Checkpoint, which runs after the module."
+                "from this file does not call it for this batch. If the module's hook changes anything, save there, "
+                "or derive the callback from lockstep.callbacks.Checkpoint, which runs after the module."
             )
         state.save(self.session, filepath, bool(weights_only), storage_options, trainable_only=trainable_only)
 

@@ -179,7 +179,7 @@ class HookedLocalSteps:
             if type(optimizer).__module__.startswith("torch.distributed"):
                 raise MisconfigurationException(
                     f"DDPStrategy(model_averaging_period={period}) with {type(optimizer).__name__}: this optimizer "
-                    "averages or shards over the ranks itself. Return the optimizer that it wraps from "
+                    "averages or shards over the ranks itself. Return the wrapped optimizer from "
                     "`configure_optimizers`."
                 )
         self._state, self._module, self._reducer = state, module, reducer

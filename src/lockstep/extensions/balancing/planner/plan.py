@@ -426,7 +426,7 @@ class SavedPlan:
         """
         if available < self.memory:
             raise MisconfigurationException(
-                f"{where} needs {readable(self.memory)} on each device, and a device here has {readable(available)}: "
+                f"{where} needs {readable(self.memory)} on each device, but a device here has {readable(available)}: "
                 f"the plan was made for {self.device}. Create a plan on this machine."
             )
 
