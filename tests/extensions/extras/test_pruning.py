@@ -349,7 +349,7 @@ def test_ranks_prune_as_one_process(ranks: RankPool) -> None:
         ({"pruning_fn": "l1_unstructured", "amount": "half"}, "amount='half'"),
         ({"pruning_fn": "l1_unstructured", "amount": 1.5}, "between 0 and 1"),
         ({"pruning_fn": "l1_unstructured", "amount": -1}, "amount=-1"),
-        ({"pruning_fn": "l1_unstructured", "verbose": 3}, r"any of \(0, 1, 2\)"),
+        ({"pruning_fn": "l1_unstructured", "verbose": 3}, "pass 0, 1 or 2"),
     ],
 )
 def test_wrong_arguments(settings: dict[str, Any], said: str) -> None:

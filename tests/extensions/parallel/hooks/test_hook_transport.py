@@ -128,10 +128,10 @@ def test_a_tensor_of_the_buffers_size_is_taken(value: Any) -> None:
 )
 def test_anything_else_is_refused_by_name(value: Any, said: str) -> None:
     (bucket,) = Model([[(2, 3)]]).buckets(0, 0)
-    with pytest.raises(TypeError, match=r"rank 0: the future of the communication hook my_hook has.*") as caught:
+    with pytest.raises(TypeError, match=r"rank 0: the future of the communication hook my_hook contains.*") as caught:
         tensor_of(value, bucket, my_hook)
     assert caught.match(said)
-    assert caught.match("bucket 0 it must have a tensor of 6 elements")
+    assert caught.match("bucket 0 it must contain a tensor of 6 elements")
 
 
 def test_strided_results_are_read_in_their_order() -> None:
