@@ -117,9 +117,9 @@ def test_a_tensor_of_the_buffers_size_is_taken(value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (None, "has None"),
-        (7, "has a int"),
-        ([torch.ones(6)] * 2, "has a list of 2"),
+        (None, "contains None"),
+        (7, "contains a int"),
+        ([torch.ones(6)] * 2, "contains a list of 2"),
         (torch.ones(5), r"a tensor of 5 elements \(torch.float32 on cpu\)"),
         (torch.ones(6, dtype=torch.int64), "torch.int64"),
         (torch.ones(6, device="meta"), "on meta"),
