@@ -330,7 +330,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             )
         elif enable_graph:
             warn_once(
-                f"self.log({name!r}, enable_graph=...) has no effect: values are kept without their graph.",
+                f"self.log({name!r}, enable_graph=...) has no effect: values are detached from the graph.",
                 key="log enable_graph",
             )
         options = (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist)

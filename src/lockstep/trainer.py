@@ -70,8 +70,8 @@ from lockstep.precision.formats import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
 
 STAYED_THERE = (
-    "the call ran in other processes, which have ended with the optimizer states and everything else that a resume "
-    "needs. To resume, save with ModelCheckpoint or in a hook; to save the weights alone, pass weights_only=True."
+    "the call ran in other processes. When they ended, the optimizer states and everything else that a resume needs "
+    "were lost. To resume, save with ModelCheckpoint or in a hook; to save the weights alone, pass weights_only=True."
 )
 
 SAVED_WITHIN = (
@@ -572,8 +572,8 @@ class Trainer(Attributes):
             own = f"{type(self.session.module).__name__}.on_train_batch_end"
             warn_once(
                 f"trainer.save_checkpoint in {early}: {own} has not run yet for this batch, and a run that resumes "
-                "from this file skips that call. If the module's hook changes anything, save there, or derive the "
-                "callback from lockstep.callbacks.Checkpoint, which runs after the module."
+                "from this file does not call it for this batch. If the module's hook changes anything, save there, "
+                "or derive the callback from lockstep.callbacks.Checkpoint, which runs after the module."
             )
         state.save(self.session, filepath, bool(weights_only), storage_options, trainable_only=trainable_only)
 

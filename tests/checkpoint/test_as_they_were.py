@@ -169,7 +169,8 @@ def test_what_no_annotation_names_stays_plain_and_is_said(tmp_path: Path) -> Non
 
     path = saved(Plain(Act.RELU, {"a": Path("b")}), tmp_path)
     with pytest.warns(
-        UserWarning, match=r"Plain\.load_from_checkpoint: 'act' was saved with objects of Act, .*act=\.\.\.\)"
+        UserWarning,
+        match=r"Plain\.load_from_checkpoint: the hyperparameter 'act' was saved with objects of Act.*act=\.\.\.\)",
     ):
         assert Plain.load_from_checkpoint(path).hparams == {"act": "relu", "more": {"a": Path("b")}}
 

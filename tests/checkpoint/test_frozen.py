@@ -214,7 +214,9 @@ def test_a_base_in_another_dtype_cannot_be_compared_which_is_said(tmp_path: Path
     trainer = quiet(max_epochs=1, precision="64-true")
     trainer.fit(Adapted(folder), words(8))
     trainer.save_checkpoint(tmp_path / "adapter.ckpt", trainable_only=True)
-    with pytest.warns(UserWarning, match="trained on frozen weights in float64, and this module's are in float32"):
+    with pytest.warns(
+        UserWarning, match="trained on frozen weights in float64, but this module's frozen weights are in float32"
+    ):
         Adapted.load_from_checkpoint(tmp_path / "adapter.ckpt", folder=folder)
 
 

@@ -70,7 +70,7 @@ def test_options_that_nobody_reads_are_refused(tmp_path: Path) -> None:
     """They were ignored."""
     trainer = quiet(max_epochs=1, enable_checkpointing=False)
     trainer.fit(Slope(), numbers(2))
-    with pytest.raises(TypeError, match=r"storage_options=\{'acl': 1\}.*TorchCheckpointIO has no options"):
+    with pytest.raises(TypeError, match=r"storage_options=\{'acl': 1\}.*TorchCheckpointIO takes no storage options"):
         trainer.save_checkpoint(tmp_path / "x.ckpt", storage_options={"acl": 1})
     assert os.listdir(tmp_path) == []
 

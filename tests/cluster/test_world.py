@@ -60,7 +60,9 @@ def test_torchrun() -> None:
 
 def test_another_number_of_devices_than_was_started() -> None:
     environ = rank_variables(World(1, 2, 1, 2, 0, 1, "127.0.0.1", 4000))
-    with pytest.raises(MisconfigurationException, match=r"devices=3, .*but 2 were started.*same numbers.*ddp_spawn"):
+    with pytest.raises(
+        MisconfigurationException, match=r"devices=3, .*but 2 were started.*same devices and num_nodes.*ddp_spawn"
+    ):
         detect(environ, 3)
 
 

@@ -83,10 +83,16 @@ def shuffled(n: int = 20, **arguments: Any) -> Make:
 @pytest.mark.parametrize(
     ("first", "second", "before", "now", "change"),
     [
-        (shuffled(20), shuffled(24), {}, {}, "The samples of train_dataloader are 24, before 20:"),
-        (shuffled(), shuffled(shuffle=False), {}, {}, "The samples of train_dataloader are in order, before shuffled:"),
-        (shuffled(), shuffled(), {"order": "torch"}, {}, "are shuffled, before shuffled as torch does:"),
-        (shuffled(), shuffled(), {}, {"order": "torch"}, "are shuffled as torch does, before shuffled:"),
+        (shuffled(20), shuffled(24), {}, {}, "The samples of train_dataloader are now 24 instead of 20:"),
+        (
+            shuffled(),
+            shuffled(shuffle=False),
+            {},
+            {},
+            "The samples of train_dataloader are now in order instead of shuffled:",
+        ),
+        (shuffled(), shuffled(), {"order": "torch"}, {}, "are now shuffled instead of shuffled as torch does:"),
+        (shuffled(), shuffled(), {}, {"order": "torch"}, "are now shuffled as torch does instead of shuffled:"),
         (
             shuffled(),
             lambda: {"a": shuffled()(), "b": shuffled()()},
@@ -99,7 +105,7 @@ def shuffled(n: int = 20, **arguments: Any) -> Make:
             lambda: {"a": shuffled()(), "b": DataLoader(Stream(20), 4)},
             {},
             {},
-            "The samples of train_dataloader[1] are read by 1 worker, before by 2:",
+            "The samples of train_dataloader[1] are now read by 1 worker instead of 2:",
         ),
     ],
 )

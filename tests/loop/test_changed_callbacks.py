@@ -415,7 +415,7 @@ def test_a_copied_optimizer_steps_alone(way: str) -> None:
     copied.step()
     assert torch.equal(weight, before - copied.param_groups[0]["lr"])
     assert not torch.equal(weight, module.layer.weight)
-    with pytest.raises(MisconfigurationException, match="this optimizer is a copy outside of a fit"):
+    with pytest.raises(MisconfigurationException, match="this optimizer is a copy that belongs to no fit"):
         with copied.toggle_model():
             pass
     assert type(WAYS[way](module).kept) is type(module.kept)

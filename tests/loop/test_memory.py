@@ -307,7 +307,7 @@ ERRORS = (RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryErro
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_an_error_of_used_up_memory_is_torchs_and_names_the_page(error: Exception, when: str) -> None:
     said = str(error)
-    with pytest.raises(type(error), match=r"docs/memory\.md what needs less") as caught:
+    with pytest.raises(type(error), match=r"docs/memory\.md describes ways to use less") as caught:
         quiet(max_steps=3).fit(Hungry(when, error), rows(32)(8))
     assert caught.value is error
     assert str(error).startswith(said)

@@ -129,7 +129,7 @@ def test_a_mistake_is_told_in_a_sentence(ranks: RankPool, kind: type[Good], engi
     """They ended in torch's words: of gradients that do not fit, or 6,353 characters about a backend."""
     (said, *_) = ranks(ENGINES[engine][1]).run(ends, kind, engine, timeout=60, group=ENGINES[engine][1] > 1)
     assert said is not None
-    assert kind is not Sparse or "FSDPStrategy() does not support sparse gradients, which words.weight get" in said
+    assert kind is not Sparse or "FSDPStrategy() does not support the sparse gradients of words.weight" in said
     assert kind is Sparse or kind.__name__ in said
     check(ranks, kind, engine)
 

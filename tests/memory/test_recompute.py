@@ -212,7 +212,7 @@ def test_two_backwards_of_one_graph() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"layers": {nn.Conv2d}}, "no layer of Stack is selected; its layers are of BatchNorm1d, Block"),
+        ({"layers": {nn.Conv2d}}, "no layer of Stack is selected; the classes of its layers are BatchNorm1d, Block"),
         (
             {"save": "everything"},
             "_save='everything' is not known; the only name is \"matmuls\"",

@@ -51,7 +51,7 @@ class Checkpoint(Callback):
 
 EARLIER = (
     "ModelCheckpoint: the checkpoint of step {now} is ranked by the value of {monitor!r} from step {step}, the last "
-    "one measured. It ranks after checkpoints with a value for their own weights, and is listed in "
+    "one measured. It ranks after all checkpoints whose value was measured at their own step, and is listed in "
     "`values_of_earlier_steps`. To avoid this, save at steps with a validation (val_check_interval) or at epoch ends."
 )
 
@@ -778,8 +778,8 @@ class ModelCheckpoint(Checkpoint):
         folder = state_dict.get("dirpath", self.dirpath)
         if folder != self.dirpath:
             rank_zero_warn(
-                f"The checkpoint was saved in {folder!r}, but this run saves in {self.dirpath!r}. Therefore a new "
-                "ranking starts, and only best_model_path is restored."
+                f"The checkpoint was saved in {folder!r}, but this run saves in {self.dirpath!r}. Therefore only "
+                "best_model_path is restored, and a new ranking starts in `best_k_models`."
             )
             return
         ranked = dict(state_dict.get("best_k_models", self.best_k_models))

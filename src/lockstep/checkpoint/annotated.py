@@ -89,8 +89,8 @@ def _rebuild_dataclass(kind: Any, values: dict[str, Any]) -> Any:
     own = set(getattr(built, "__dict__", {})) - set(values)
     if changed and own:
         raise TypeError(
-            f"{kind.__name__}.__post_init__ changes the field {changed[0]!r} again when the object is "
-            f"rebuilt, so its attribute {min(own)!r}, which is not a field, may be wrong"
+            f"{kind.__name__}.__post_init__ changes the field {changed[0]!r} a second time when the object is "
+            f"rebuilt, so the attribute {min(own)!r}, which is not a field, may be wrong"
         )
     for name in changed:
         object.__setattr__(built, name, values[name])  # a frozen dataclass refuses setattr

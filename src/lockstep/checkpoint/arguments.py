@@ -163,10 +163,11 @@ def _rebuild_objects(cls: type, saved: dict[str, Any], recorded: object, given: 
             ) from error
         if refused:
             rank_zero_warn(
-                f"{cls.__name__}.load_from_checkpoint: {name!r} was saved with objects of "
-                f"{' and '.join(sorted(refused))}, and is loaded as plain values, because the argument's annotation "
-                f"names no imported class with such a name. Annotate the argument of {cls.__name__}.__init__ with the "
-                f"class, or pass the object: {cls.__name__}.load_from_checkpoint(path, {name}=...)."
+                f"{cls.__name__}.load_from_checkpoint: the hyperparameter {name!r} was saved with objects of "
+                f"{' and '.join(sorted(refused))}, but is loaded as plain values, because the argument's annotation "
+                "does not name the class, or the class is not imported. Annotate the argument of "
+                f"{cls.__name__}.__init__ with the class, or pass the object: "
+                f"{cls.__name__}.load_from_checkpoint(path, {name}=...)."
             )
     return found
 

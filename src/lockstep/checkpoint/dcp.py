@@ -353,7 +353,9 @@ def _enum_member(kind: object, name: str) -> Enum:
         pickle.UnpicklingError: ``kind`` is not an enum, or has no such member.
     """
     if not isinstance(kind, EnumMeta) or name not in kind.__members__:
-        raise pickle.UnpicklingError(f"it reads the attribute {name!r:.50} of {kind!r:.50}")
+        raise pickle.UnpicklingError(
+            f"it reads the attribute {name!r:.50} of {kind!r:.50}, which is not allowed in DCP's metadata"
+        )
     member: Enum = kind.__members__[name]
     return member
 

@@ -237,7 +237,7 @@ def _model_of(config: str) -> Any:
     """Build the model that a folder's ``config.json`` describes, on the meta device."""
     if not (Path(config) / CONFIGS[0]).is_file():
         raise MisconfigurationException(
-            f"--config {config!r}: the folder has no {CONFIGS[0]}. Pass the model's own folder."
+            f"--config {config!r}: the folder has no {CONFIGS[0]}. Pass the Hugging Face folder of the model."
         )
     try:
         transformers = importlib.import_module("transformers")

@@ -93,7 +93,7 @@ class FlatPart(Tensor):
             if corner == tuple(offsets):
                 numel = torch.Size(sizes).numel()
                 return values[place : place + numel].view(sizes)
-        raise ValueError(f"this rank has no part of the tensor that starts at {tuple(offsets)}")
+        raise ValueError(f"none of this rank's parts of the tensor starts at the offsets {tuple(offsets)}")
 
     # -- the interface of torch's distributed checkpoint
 

@@ -43,8 +43,8 @@ ANOTHER = (
     "lockstep.load_pretrained(model, FOLDER), or set `strict_loading = False` in the module to load anyway."
 )
 OTHER_DTYPE = (
-    "{call}: the adapter was trained on frozen weights in {there}, and this module's are in {here}, so the bases "
-    "cannot be compared. Load the base in {there} to have the bases compared."
+    "{call}: the adapter was trained on frozen weights in {there}, but this module's frozen weights are in {here}, "
+    "so the bases cannot be compared. Load the base in {there} to have the bases compared."
 )
 
 

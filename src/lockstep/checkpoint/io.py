@@ -184,8 +184,8 @@ class TorchCheckpointIO(CheckpointIO):
     def _check_options(self, storage_options: object) -> None:
         if storage_options is not None:
             raise TypeError(
-                f"save_checkpoint(storage_options={storage_options!r:.100}): {type(self).__name__} has no "
-                "options. Omit them, or pass a CheckpointIO that supports them to Trainer(plugins=...)."
+                f"save_checkpoint(storage_options={storage_options!r:.100}): {type(self).__name__} takes no "
+                "storage options. Omit them, or pass a CheckpointIO that supports them to Trainer(plugins=...)."
             )
 
     def load_checkpoint(

@@ -638,8 +638,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     folder = checkpoint_dir
     if not is_sharded(folder):
         raise MisconfigurationException(
-            f"convert_zero_checkpoint_to_fp32_state_dict({os.fspath(folder)!r}): the path is not a checkpoint in "
-            "parts. Pass the folder that was saved."
+            f"convert_zero_checkpoint_to_fp32_state_dict({os.fspath(folder)!r}): the path is not the folder of a "
+            "sharded checkpoint. Pass the path to which the checkpoint was saved."
         )
     engines = is_engines(folder)
     latest = (storage.local(folder) / LATEST).read_text().strip() if engines else None
@@ -799,7 +799,7 @@ class _Reading:
             return join(self.meta, tensors, ranks if self._has_ranks else None)
         except KeyError as error:
             raise CorruptCheckpoint(
-                f"The checkpoint {self.folder!r} has no tensor {error.args[0]!r}, which {META} names. {WAY_OUT}"
+                f"The checkpoint {self.folder!r} has no tensor {error.args[0]!r}, which {META} lists. {WAY_OUT}"
             ) from error
 
 

@@ -308,7 +308,9 @@ def _rendezvous(options: argparse.Namespace, few: int, most: int) -> tuple[str |
     if (few, most) == (1, 1):
         if options.node_rank in (None, 0):
             return None, 0
-        raise MisconfigurationException(f"{', '.join(given)} is only for several nodes. Pass their number with --nodes")
+        raise MisconfigurationException(
+            f"{', '.join(given)} is only for several nodes. Pass the number of nodes with --nodes"
+        )
     address, port = options.master_addr, options.master_port
     if options.rdzv_endpoint is not None:
         if address is not None or port is not None:

@@ -100,7 +100,8 @@ class ClusterEnvironment(ABC):
         if num_devices * num_nodes != self.world_size():
             raise MisconfigurationException(
                 f"devices={num_devices}, num_nodes={num_nodes} make {num_devices * num_nodes} rank(s), but "
-                f"{type(self).__name__}.world_size() is {self.world_size()}: pass the numbers that the cluster started"
+                f"{type(self).__name__}.world_size() is {self.world_size()}: choose devices and num_nodes with the "
+                f"product {self.world_size()}"
             )
 
     def teardown(self) -> None:  # noqa: B027, may be left as it is

@@ -60,9 +60,9 @@ def local_world(environ: Mapping[str, str], devices: int, num_nodes: int) -> Wor
     if is_started(environ) and started_size != size:
         raise MisconfigurationException(
             f"devices={devices}, num_nodes={num_nodes} make {size} rank(s), but {started_size} were started "
-            f"(WORLD_SIZE={started_size}): use the same numbers for every Trainer of a script (test and validate count "
-            "each sample once on any number of ranks), or strategy='ddp_spawn', whose ranks end with the call. If "
-            "LOCAL_RANK is left over from another program, unset it"
+            f"(WORLD_SIZE={started_size}): use the same devices and num_nodes for every Trainer of a script (test "
+            "and validate count each sample once on any number of ranks), or strategy='ddp_spawn', whose ranks end "
+            "after each call. If LOCAL_RANK is left over from another program, unset it"
         )
     if not is_started(environ) and size > 1 and "RANK" in environ:
         raise MisconfigurationException(
@@ -74,8 +74,9 @@ def local_world(environ: Mapping[str, str], devices: int, num_nodes: int) -> Wor
         missing.remove("NODE_RANK")
     if num_nodes > 1 and missing:
         raise MisconfigurationException(
-            f"num_nodes={num_nodes}, but {', '.join(missing)} is not set: start the script once on each node, with "
-            "MASTER_ADDR and MASTER_PORT of a free port on the first node, and NODE_RANK=0, 1, ..."
+            f"num_nodes={num_nodes}, but {', '.join(missing)} is not set: start the script once on each node. There, "
+            "set MASTER_ADDR to the first node, MASTER_PORT to a free port of the first node, and NODE_RANK to 0, 1, "
+            "..."
         )
     node_rank = read_number(environ, "NODE_RANK", default=read_number(environ, "GROUP_RANK", default=0))
     local_rank = read_number(environ, "LOCAL_RANK", default=0)
@@ -140,7 +141,7 @@ def choose_gloo_interface(world: World) -> None:
     if found:
         os.environ[INTERFACE] = found
     if world.local_rank == 0:
-        what = f"{INTERFACE}={found} is set" if found else f"set {INTERFACE} to the interface that leads to the others"
+        what = f"{INTERFACE}={found} is set" if found else f"set {INTERFACE} to the interface that leads to other nodes"
         log.info(f"Other nodes cannot reach this host by its name {name}, which is {own} here (/etc/hosts): {what}.")
 
 

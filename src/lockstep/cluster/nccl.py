@@ -121,5 +121,5 @@ def check_nccl(device_type: str) -> None:
     if not (dist.is_available() and dist.is_nccl_available()):
         raise MisconfigurationException(
             f"process_group_backend='nccl': torch {torch.__version__} was built without NCCL: install a build of torch "
-            "for CUDA, or use process_group_backend='gloo', which also works between GPUs, but slower."
+            "for CUDA, or use process_group_backend='gloo', which also works between GPUs, but is slower."
         )

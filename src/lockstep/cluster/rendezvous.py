@@ -210,7 +210,8 @@ def _explain(world: World, error: Exception, limit: timedelta, listens: bool) ->
     if "EADDRINUSE" in text or "address already in use" in text:
         return MisconfigurationException(
             f"port {world.port} of {socket.gethostname()}, for the rendezvous of the ranks, is in use by another "
-            f"process ({place}): set MASTER_PORT to a free port, or unset it, and end processes of an earlier run"
+            f"process ({place}): end that process if it belongs to an earlier run. Otherwise set MASTER_PORT to a "
+            "free port, or unset it"
         )
     if listens and "clients joined" in text:
         return RuntimeError(

@@ -285,7 +285,7 @@ def strip(given: dict[str, Any]) -> bool:
         if value is not None and not (isinstance(value, (bool, int)) and value == off):
             raise MisconfigurationException(
                 f"`Trainer(barebones=True, {name}={value!r:.100})` was passed, but barebones measures the cost of a "
-                "step, to which this flag adds: remove one of the two."
+                "bare step, which this flag would increase: remove one of the two."
             )
         given[name] = off
     rank_zero_info(

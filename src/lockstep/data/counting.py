@@ -90,11 +90,11 @@ class LoaderOrder(NamedTuple):
     def change(self, before: LoaderOrder) -> str:
         """Describe how this order differs from ``before``. Return "" if each position still has the same sample."""
         if self.kind != before.kind:
-            return f"{self.kind}, before {before.kind}"
+            return f"{self.kind} instead of {before.kind}"
         if self.workers != before.workers:
-            return f"read by {_counted(self.workers, 'worker')}, before by {before.workers}"
+            return f"read by {_counted(self.workers, 'worker')} instead of {before.workers}"
         known = self.samples >= 0 and before.samples >= 0 and self.kind != IN_ORDER and not self.workers
-        return f"{self.samples}, before {before.samples}" if known and self.samples != before.samples else ""
+        return f"{self.samples} instead of {before.samples}" if known and self.samples != before.samples else ""
 
 
 @dataclass(frozen=True)

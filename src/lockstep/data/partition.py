@@ -110,8 +110,8 @@ class Partition:
             start, _, _, part = self._locate(number)
         if part:
             raise ValueError(
-                f"Partition.repartition(number={number}): this micro-batch is inside a window; pass the first one of a "
-                "window"
+                f"Partition.repartition(number={number}): this micro-batch is inside an accumulation window; pass "
+                "the first micro-batch of a window"
             )
         left = self.position + self.n - start
         return replace(self, n=left, weights=weights, number=number, position=start)

@@ -29,7 +29,7 @@ def check_samples(name: str, before: int | None, now: int | None) -> None:
         return
     length = LENGTH.format(name=name, now=now, before=before)
     if now < before:
-        raise MisconfigurationException(f"{length}, and the epoch was planned with that number. {RELOAD}")
+        raise MisconfigurationException(f"{length}, and the epoch was planned for {before} samples. {RELOAD}")
     warn_once(f"{length}. Added samples are not drawn. {RELOAD}", key=f"{name} has grown")
 
 

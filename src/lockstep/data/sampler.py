@@ -216,7 +216,8 @@ class Drawn(Indexed):
     def reshare(self, shares: Reshare) -> None:
         if shares[0] < self._reached:
             raise RuntimeError(
-                f"{self._sampling.name}: micro-batch {shares[0]} has been drawn, so its shares cannot change"
+                f"{self._sampling.name}: micro-batch {shares[0]} has been drawn, so its division among the ranks "
+                "cannot change. Pass a later micro-batch"
             )
         self._shares.append(shares)
 
@@ -444,7 +445,7 @@ class DrawnOrder:
 
     def _refuse(self) -> NoReturn:
         raise MisconfigurationException(
-            f"{self.name}: the {type(self.sampler).__name__} draws a different order from that before the resume, so "
+            f"{self.name}: the {type(self.sampler).__name__} draws a different order than before the resume, so "
             f"some samples of this epoch would be seen twice and others never. {_WAY_OUT}. Or resume from a checkpoint "
             "that was saved at the end of an epoch."
         )

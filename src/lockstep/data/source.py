@@ -233,7 +233,7 @@ class LoaderSource(ABC):
     def weights(self, number: int) -> Sequence[float]:
         """Return the number of samples that each rank draws for a micro-batch; 0 for a padding batch."""
         raise NotImplementedError(
-            f"{type(self).__name__} cannot compute the weights of batches before they are fetched"
+            f"{type(self).__name__} cannot compute the weights of a micro-batch before the micro-batch is fetched"
         )
 
     def even_until(self, number: int) -> int:
@@ -245,7 +245,9 @@ class LoaderSource(ABC):
 
     def reshare(self, shares: Reshare) -> None:
         """Set new shares of a global batch within the current pass, from a micro-batch that no rank has drawn yet."""
-        raise NotImplementedError(f"{type(self).__name__} cannot change shares within a pass")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot change the ranks' shares of a global batch within a pass"
+        )
 
     def row(self, number: int) -> list[Sequence[float]]:
         """Return the ranks' weights (numbers of samples) in a micro-batch: one list for each combined loader.
@@ -533,7 +535,8 @@ class Ordered(Indexed):
         number, weights = shares
         if number < self.drawn:
             raise RuntimeError(
-                f"{self._sampling.name}: micro-batch {number} has been drawn, so its shares cannot change"
+                f"{self._sampling.name}: micro-batch {number} has been drawn, so its division among the ranks cannot "
+                "change. Pass a later micro-batch"
             )
         self._partitions.append(self._partitions[-1].repartition(number, weights))
 

@@ -156,9 +156,9 @@ def weighed_by_part(output: dict[str, Any], nest: TreeSpec, share: float) -> Ten
     known = [leaf for leaf in leaves if leaf is not None]
     if not known or not all(isinstance(leaf, Tensor) for leaf in known) or "weight" in output:
         raise MisconfigurationException(
-            f'`training_step` returned {{"loss": {losses!r:.200}}}, which is not one loss per loader in the structure '
-            'of the batch (None where the batch is None), or it also returned "weight". Return such losses without '
-            'a "weight", because each loader is weighted by its own samples.'
+            f'`training_step` returned {{"loss": {losses!r:.200}}}: return one loss per loader in the structure of the '
+            'batch (None where the batch is None). Omit "weight", because the loss of each loader is '
+            "weighted by the loader's own samples."
         )
     parts = share.parts if isinstance(share, Share) else (share,) * len(leaves)
     weighed = [leaf * part for leaf, part in zip(leaves, parts, strict=True) if leaf is not None]

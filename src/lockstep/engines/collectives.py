@@ -256,7 +256,7 @@ class Collectives:
             which = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {missing} have"
             raise MisconfigurationException(
                 f"{call} was called for a micro-batch for which {which} no samples (the data set does not divide "
-                "evenly), so all ranks would wait. Call it in a hook that every rank runs "
+                "evenly), so the other ranks would wait forever. Call it in a hook that every rank runs "
                 "(`on_before_optimizer_step`, `on_train_epoch_end`), drop the last batch (DataLoader(drop_last=True)), "
                 "or reduce the value with `self.log(..., sync_dist=True)`."
             )

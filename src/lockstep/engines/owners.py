@@ -126,8 +126,8 @@ def check_parameter_wise(optimizers: Iterable[Optimizer]) -> None:
             )
         if any(group.get("differentiable") for group in optimizer.param_groups):
             raise ValueError(
-                f"the states of {kind.__name__}(differentiable=True) cannot be sharded, because a graph cannot "
-                "include another rank's update. Omit shard_optimizer"
+                f"the states of {kind.__name__}(differentiable=True) cannot be sharded, because autograd cannot "
+                "differentiate through another rank's update. Omit shard_optimizer"
             )
 
 

@@ -165,7 +165,8 @@ class RankedStrategy(Strategy):
             raise MisconfigurationException(
                 f"A process group of {dist.get_world_size()} ranks already exists, but this run has {world.size} "
                 "ranks. Pass matching `devices` and `num_nodes` to the Trainer, or let lockstep create the group. To "
-                'use several numbers of ranks in one script, use strategy="ddp_spawn", whose ranks end after each call.'
+                'use different numbers of ranks in one script, use strategy="ddp_spawn", whose ranks end after each '
+                "call."
             )
         if self.peers is None and self.replicas.count < world.size:
             self.peers = column_group(self.replicas, self._timeout)

@@ -522,7 +522,10 @@ class HostMaximum:
             if number == self._round and check == self._check(row):
                 return tuple(row)
             if time.monotonic() > until:
-                raise RuntimeError(f"another rank on this host has not published its numbers within {limit:g} s")
+                raise RuntimeError(
+                    f"another rank on this host has not written its values for an agreement within {limit:g} s. Check "
+                    "whether that rank has ended or hangs"
+                )
             time.sleep(pause)
             pause = min(1e-3, pause + 1e-5)
 

@@ -224,7 +224,7 @@ def plain_hyperparameters(hparams: Mapping[str, Any]) -> dict[str, Any]:
             raise MisconfigurationException(
                 f"save_hyperparameters(): the hyperparameter {name!r} {what}, which cannot be saved, because "
                 f"checkpoints contain no code. Omit it with save_hyperparameters(ignore=[{name!r}]) and pass it to "
-                f"load_from_checkpoint(path, {name}=...); or use a string that names it."
+                f"load_from_checkpoint(path, {name}=...); or use a string, such as its name, instead."
             ) from error
     return kept
 

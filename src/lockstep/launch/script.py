@@ -136,8 +136,8 @@ def check_first_call(environ: MutableMapping[str, str] = os.environ) -> None:
     if started is not None and os.path.normpath(started) != here:
         raise MisconfigurationException(
             f"rank 0 started this rank in the call at {started}, but this rank's first call of a Trainer is at "
-            f"{here}, which rank 0 ran alone: pass the same devices, num_nodes and strategy to both Trainers, or use "
-            "two scripts"
+            f"{here}. Rank 0 ran that call alone. Pass the same devices, num_nodes and strategy to both Trainers, or "
+            "use two scripts"
         )
 
 

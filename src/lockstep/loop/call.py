@@ -561,7 +561,7 @@ def _move_to_cpu(strategy: Strategy) -> None:
 OWN_ERRORS = (MisconfigurationException, CorruptCheckpoint, RankFailed, KeyboardInterrupt)
 """Errors whose message is already clear: `clarify_error` and `_add_location_note` do not change them."""
 
-OUT_OF_MEMORY = "(trainer.memory() shows what memory is used for, and docs/memory.md what needs less.)"
+OUT_OF_MEMORY = "(trainer.memory() shows what memory is used for, and docs/memory.md describes ways to use less.)"
 
 
 def clarify_error(module: LightningModule | None, error: BaseException) -> None:

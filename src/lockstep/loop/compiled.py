@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NO_BLOCKS = (
     "Trainer(compile=...): {name} has no repeated blocks (sibling layers of one class that contain layers), so its "
-    "layers are compiled from the top. Name other blocks by their classes: compile={{'blocks': [Block]}}."
+    "outermost layers are compiled. Name other blocks by their classes: compile={{'blocks': [Block]}}."
 )
 
 COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")

@@ -260,7 +260,10 @@ class FiniteWatch:
             continues = "The weights are finite, and the fit continues"
             if session.config.non_finite == "skip":
                 continues = "The update is skipped, and the fit continues"
-            rank_zero_warn(f"{self._cause(first, {})} {continues}; Trainer(detect_anomaly=True) names the operation.")
+            rank_zero_warn(
+                f"{self._cause(first, {})} {continues}; Trainer(detect_anomaly=True) names the operation that "
+                "produced the value."
+            )
 
     def handle_bad_gradient(self) -> None:
         """Report a skipped update with non-finite gradients; with ``non_finite="stop"``, raise instead. Collective."""
@@ -350,7 +353,8 @@ class FiniteWatch:
             saved = f"The newest healthy checkpoint is {self.newest_checkpoint}."
         return (
             f"{self._cause(first, broken)} {saved} "
-            'Trainer(non_finite="skip") skips such updates; Trainer(detect_anomaly=True) names the operation.'
+            'Trainer(non_finite="skip") skips such updates; Trainer(detect_anomaly=True) names the operation that '
+            "produced the value."
         )
 
 

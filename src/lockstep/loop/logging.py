@@ -42,7 +42,8 @@ NEW_METRIC = (
 )
 NOT_SAVED = (
     "self.log({name!r}, <{metric}>): the metric is not an attribute of the module (it may be in a list), so this "
-    "checkpoint does not contain its state of the epoch: make it an attribute, or put it into a `torch.nn.ModuleList`."
+    "checkpoint does not contain the state of the metric in this epoch: make it an attribute, or put it into a "
+    "`torch.nn.ModuleList`."
 )
 _PLACES = {hook: place for place, hook in enumerate(LOGGING)}
 _COMPARED = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "add_dataloader_idx", "rank_zero_only")
@@ -596,8 +597,8 @@ def checked_size(name: str, batch_size: object) -> float:
         size = -1.0
     if not 0.0 <= size < math.inf:
         raise MisconfigurationException(
-            f"self.log({name!r}, ..., batch_size={batch_size!r}): pass the number of samples for the value (0 or "
-            "more), or omit batch_size to use the number of samples in the batch."
+            f"self.log({name!r}, ..., batch_size={batch_size!r}): pass the number of samples that the value covers (0 "
+            "or more), or omit batch_size to use the number of samples in the batch."
         )
     return size
 

@@ -90,7 +90,7 @@ class LightningOptimizer:
         """
         if self._module is None or self._sync is None:
             raise MisconfigurationException(
-                "optimizer.toggle_model(): this optimizer is a copy outside of a fit; use the one that "
+                "optimizer.toggle_model(): this optimizer is a copy that belongs to no fit; use the one that "
                 "`self.optimizers()` returns."
             )
         this: Any = self  # it passes as an Optimizer

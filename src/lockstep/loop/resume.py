@@ -305,7 +305,7 @@ class RunBatches:
         other_order = saved.at.rows > 0 and saved.by_process not in (None, feed.by_process)
         if is_within_epoch and not has_warned and config.order == "torch" and other_order:
             rank_zero_warn(
-                'Trainer(order="torch"): one process draws a different permutation from several processes, so in the '
+                'Trainer(order="torch"): one process draws a different permutation than several processes, so in the '
                 "rest of this epoch some samples may be seen twice and some never."
             )
         found.report()
@@ -380,7 +380,7 @@ class HookChanges:
         """
         for what in ("trained", "training"):
             if not all(isinstance(value, bool) for value in saved[what].values()):
-                raise TypeError(f"{what!r} of a hook's changes is {saved[what]!r:.50}")
+                raise TypeError(f"{what!r} of a hook's changes must contain only bools, but is {saved[what]!r:.50}")
         self._saved = saved
 
     def begin(self, strategy: Strategy, module: LightningModule) -> None:
@@ -441,7 +441,7 @@ def _warn_of_changed_loaders(saved: BatchPlan, feed: Feed) -> bool:
         change = order.change(old)
         if change:
             name = f"train_dataloader[{number}]" if len(now) > 1 else "train_dataloader"
-            _warn_of_change(f"The samples of {name} are", change)
+            _warn_of_change(f"The samples of {name} are now", change)
             has_warned = True
     return has_warned
 
@@ -449,5 +449,5 @@ def _warn_of_changed_loaders(saved: BatchPlan, feed: Feed) -> bool:
 def _warn_of_change(what: str, change: str) -> None:
     rank_zero_warn(
         f"trainer.fit: the run continues within an epoch. {what} {change}: in this epoch some samples may be seen "
-        "twice and some never. Resume with the loaders of the run, or from a checkpoint of the end of an epoch."
+        "twice and some never. Resume with the loaders of the saved run, or from a checkpoint of the end of an epoch."
     )

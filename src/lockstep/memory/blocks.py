@@ -54,7 +54,9 @@ def blocks_by(policy: Policy, root: nn.Module, alone: bool = True) -> list[nn.Mo
         found = _by_function(policy, root)[0]
     if not found:
         names = sorted({type(module).__name__ for module in root.modules() if module is not root})
-        raise ValueError(f"no layer of {type(root).__name__} is selected; its layers are of {', '.join(names)}")
+        raise ValueError(
+            f"no layer of {type(root).__name__} is selected; the classes of its layers are {', '.join(names)}"
+        )
     for block in found if alone else ():
         shared = _shared(root, block)
         if shared is not None:

@@ -186,8 +186,12 @@ ROWS: dict[str, OldFlag] = {
     ),
     "enable_pl_optimizer": _no_effect("`self.optimizers()` returns wrapped optimizers by default"),
     "experiment": _refused("use logger=, such as TensorBoardLogger(folder)", None),
-    "debug": _refused("set the environment variable TORCH_DISTRIBUTED_DEBUG=DETAIL: torch compares collectives", None),
-    "cluster": _refused("the cluster is detected by the environment of its jobs", None),
+    "debug": _refused(
+        "set the environment variable TORCH_DISTRIBUTED_DEBUG=DETAIL, with which torch checks that all ranks call the "
+        "same collectives",
+        None,
+    ),
+    "cluster": _refused("the cluster is detected from the environment variables of its jobs", None),
     "current_gpu_name": _no_effect("the device of a process follows from its rank"),
     "lr_scheduler_milestones": _refused(
         "return a torch.optim.lr_scheduler.MultiStepLR from configure_optimizers", None

@@ -179,7 +179,7 @@ def test_policies_of_torchs_first_fsdp_choose_layers() -> None:
     assert blocks_by(partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}), net) == list(net.blocks)
     chosen = blocks_by(partial(size_based_auto_wrap_policy, min_num_params=200), net)
     assert chosen == list(net.blocks)
-    with pytest.raises(ValueError, match="no layer of Deep is selected; its layers are of Block"):
+    with pytest.raises(ValueError, match="no layer of Deep is selected; the classes of its layers are Block"):
         blocks_by({nn.Conv2d}, net)
 
 

@@ -243,7 +243,7 @@ class Refused(Net):
     ("sparse", "text"),
     [
         (False, "states of LBFGS cannot be sharded, because its line search"),
-        (True, "sparse gradients, which table.weight get"),
+        (True, "sparse gradients of table.weight"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused_on_one_process_too(sparse: bool, text: str) -> None:

@@ -130,10 +130,10 @@ class OneForTwo(Chained):
 
 SPLIT_WRONG: dict[Any, str] = {
     **of_ranks.UNSPLIT,
-    of_ranks.Ignores: "computes a different gradient for net.3.value",
-    of_ranks.LossWithoutChain: "computes a different gradient for the parameter of shape .* outside of the chain",
+    of_ranks.Ignores: "the gradient of net.3.value differs",
+    of_ranks.LossWithoutChain: "the gradient of the parameter of shape .* outside of the chain differs",
     OneForTwo: r"torch computes a gradient for net.3.* that shares memory with another gradient",
-    Watched: "net.3.inner.bias has a hook on its accumulated gradient",
+    Watched: "net.3.inner.bias has a post-accumulate-grad hook",
 }
 
 

@@ -296,7 +296,7 @@ def test_the_lock_of_a_build_that_was_killed_is_removed(tmp_path: Path) -> None:
 
 def test_a_build_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(MisconfigurationException, match=r"'cpu_adam', and there is no C\+\+ compiler"):
+    with pytest.raises(MisconfigurationException, match=r"'cpu_adam', but found no C\+\+ compiler"):
         package.check_compiler("cpu_adam")
 
 

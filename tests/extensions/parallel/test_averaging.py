@@ -209,7 +209,7 @@ def test_resumes_bitwise(ranks: RankPool) -> None:
         (0, 0, "period={0: 1}"),
         (2, -1, "start=-1"),
         ({}, 0, "periods of at least 1 step"),
-        ({2: 2}, 0, "the largest period all 1"),
+        ({2: 2}, 0, "the largest period must have all 1"),
         ({2: 1, 4: 2}, 0, "each number of ranks must divide 1"),
         ("4", 0, "period='4'"),
         (True, 0, "period=True"),

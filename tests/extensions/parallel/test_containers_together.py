@@ -390,7 +390,7 @@ def _outside() -> str:
 
 
 def test_a_group_that_does_not_hold_this_rank_is_refused(ranks: RankPool) -> None:
-    assert ranks(2).run(_outside)[1].startswith("process_group: rank 1 (of 2) is not in it")
+    assert ranks(2).run(_outside)[1].startswith("process_group: rank 1 (of 2) is not a member of the group")
 
 
 def _transposed() -> list[bool]:

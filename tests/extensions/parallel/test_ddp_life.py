@@ -172,7 +172,7 @@ def _of_another_group() -> str:
 
 def test_pickling_over_another_group_than_the_default_is_refused(ranks: RankPool) -> None:
     for said in ranks(2).run(_of_another_group):
-        assert "only one over the default process group can be pickled" in said
+        assert "can be pickled only if it uses the default process group" in said
 
 
 # -- groups, moves, modes

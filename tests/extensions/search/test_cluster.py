@@ -200,7 +200,7 @@ def test_without_log_files_the_output_goes_nowhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "call", "said"),
     [
-        ({}, {"nb_trials": 0}, r"nb_trials=0: it must be an integer of at least 1"),
+        ({}, {"nb_trials": 0}, r"nb_trials=0: pass an integer of at least 1"),
         ({}, {"job_name": "a/b"}, r"job_name='a/b' cannot name the folder of the search"),
         ({}, {"job_name": ".."}, r"job_name='\.\.' cannot name the folder"),
         ({"test_tube_exp_name": "a\nb"}, {}, r"test_tube_exp_name='a\\nb' cannot name the folder"),
@@ -208,8 +208,8 @@ def test_without_log_files_the_output_goes_nowhere(tmp_path: Path) -> None:
         ({"log_path": "a\\b"}, {}, r"SLURM does not accept backslashes"),
         ({"log_path": "/proc/none"}, {}, r"log_path='/proc/none' cannot be written .*Use a writable folder"),
         ({"at_most": 2}, {}, r"at_most=2 is for array jobs only. Set array=True"),
-        ({"array": True, "at_most": 0}, {}, r"at_most=0: it must be an integer of at least 1"),
-        ({"per_experiment_nb_nodes": 0}, {}, r"per_experiment_nb_nodes=0: it must be an integer of at least 1"),
+        ({"array": True, "at_most": 0}, {}, r"at_most=0: pass an integer of at least 1"),
+        ({"per_experiment_nb_nodes": 0}, {}, r"per_experiment_nb_nodes=0: pass an integer of at least 1"),
         (
             {"job_time": "0:05:00"},
             {},

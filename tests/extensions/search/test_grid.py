@@ -131,7 +131,7 @@ def test_ranges_that_cannot_be_are_refused(arguments: tuple[Any, ...], said: str
 @pytest.mark.parametrize("strategy", ["grid_search", "random_search"])
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0])
 def test_a_number_of_trials_that_is_none_is_refused(strategy: str, wrong: Any) -> None:
-    with pytest.raises(MisconfigurationException, match="it must be an integer of at least 1"):
+    with pytest.raises(MisconfigurationException, match="pass an integer of at least 1"):
         numbers(Space({"x": Options((1,))}), strategy, wrong)
 
 

@@ -114,7 +114,7 @@ def test_an_option_that_would_hide_a_method_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"strategy": "grid"}, "strategy='grid'.*must be one of 'grid_search'"),
+        ({"strategy": "grid"}, "strategy='grid'.*pass one of 'grid_search'"),
         ({"mode": "less"}, "mode='less'"),
         ({"seed": "1"}, "seed='1'"),
         ({"sampler": object()}, "Pass the class, or a function"),

@@ -129,7 +129,7 @@ def test_a_module_that_cannot_be_loaded_is_named() -> None:
         (Option("nodes", "2"), r"--nodes=2 of sbatch contradicts --nodes=12 .*: set per_experiment_nb_nodes"),
         (Option("ntasks", "95"), r"--ntasks=95 of sbatch, but 12 node\(s\) with 8 task\(s\) each make 96"),
         (Option("open-mode", "truncate"), r"contradicts --open-mode=append of the script: remove it"),
-        (Option("no such"), r"--no such of sbatch does not exist. Use its long name"),
+        (Option("no such"), r"--no such of sbatch is not a long name. Use the option.s long name"),
         (Option("comment", "two\nlines"), r"--comment='two\\nlines' cannot be written to a batch script"),
     ],
 )

@@ -200,7 +200,7 @@ FAILED = [
     ("AssertionError: this needs a GPU", "the script needs a GPU at train.py:3", "let it use the CPU"),
     ("RuntimeError: can't start new thread", "ran out of memory", "fewer --devices"),
     ("exit code 3", "rank 0 ended at train.py:3 with exit code 3 (no output)", "fix the error"),
-    ("KeyError: 'x'", "rank 0 failed at train.py:3: KeyError: 'x'", "with which the script trains after --"),
+    ("KeyError: 'x'", "rank 0 failed at train.py:3: KeyError: 'x'", "pass the arguments of the script after --"),
 ]
 
 

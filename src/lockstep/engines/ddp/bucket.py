@@ -529,7 +529,7 @@ class SparseBucket(Bucket):
 
     def used_anywhere(self) -> Sequence[Any]:
         """Raise AssertionError, because a sparse gradient's flag is not in a buffer, but sent separately."""
-        raise AssertionError("used flags of sparse gradients are sent separately")
+        raise AssertionError("the used flag of a sparse gradient is not in the bucket's buffer, but is sent separately")
 
     def give_back(self, views: bool, anywhere: Sequence[Any] | None) -> None:
         """Assign the reduced gradient to ``.grad``, or None if no rank had a gradient."""

@@ -212,9 +212,9 @@ class DesyncCheck:
             places = ", ".join(f"rank {rank} {STAGES[theirs]}" for rank, theirs in enumerate(stages))
             ahead = ", ".join(str(rank) for rank, theirs in enumerate(stages) if theirs == "forward")
             raise RuntimeError(
-                f"check_reduction: the ranks are at different points: {places}. On rank {ahead} no backward has "
-                "reached the outputs of the last forward. Make the loss depend on these outputs (loss + 0 * "
-                "outputs.sum()), or call skip_backward() on that rank"
+                f"check_reduction: the ranks are at different points of a step: {places}. On rank {ahead} no "
+                "backward has reached the outputs of the last forward. Make the loss depend on these outputs (loss + "
+                "0 * outputs.sum()), or call skip_backward() on that rank"
             )
         batches = [theirs for *_, theirs in found]
         if len(set(batches)) > 1:
@@ -228,7 +228,8 @@ class DesyncCheck:
             if names:
                 raise RuntimeError(
                     f"check_reduction: rank {rank} did not reduce the gradient of parameter {names[0]!r} in the last "
-                    f"backward ({len(names)} parameters in all), because the backward ended early (did it raise?)"
+                    f"backward (number of missing gradients: {len(names)}), because the backward ended early (did it "
+                    "raise?)"
                 )
         # only after batches and reductions agree: otherwise gradients differ for one of the reasons above
         sums = [theirs for _, _, theirs, _ in found]

@@ -143,7 +143,7 @@ def shard_optimizers(container: SteppingContainer, *optimizers: Optimizer) -> Ow
     sparse = sparse_names(container.module)
     if sparse:
         raise ValueError(
-            f"shard_optimizers() does not support sparse gradients, which {sorted(sparse)} get. Build the layers with "
+            f"shard_optimizers() does not support the sparse gradients of {sorted(sparse)}. Build the layers with "
             "sparse=False, or do not shard the optimizer"
         )
     container.steps_together = True

@@ -193,7 +193,7 @@ class Reducer:
             RuntimeError: the reducer has a hook already, or a backward was prepared.
         """
         if not self._transport.divides:
-            raise RuntimeError("register_comm_hook was called before: only one hook can be registered, once")
+            raise RuntimeError("a communication hook is registered already, and only one hook can be registered")
         if self._started:
             raise RuntimeError("register_comm_hook must be called before the first backward")
         self._transport.close()
@@ -306,7 +306,7 @@ class Reducer:
         if self._next:
             raise RuntimeError(
                 "the last backward ended before its gradients were reduced (did it raise?), and the ranks may now be "
-                "at different points. Restart from a checkpoint"
+                "at different points of training. Restart from a checkpoint"
             )
         if self.frozen and any(parameter.requires_grad for parameter in self.frozen):
             # in buckets of their own after the others, until a round shows when their gradients arrive; the same in a
@@ -541,7 +541,7 @@ BROKEN = (
     "Your training graph has changed in this iteration: with static_graph=True, parameter {name!r} {what}. Every "
     "backward must compute gradients of the same parameters in the same order; otherwise use static_graph=False"
 )
-EARLY = "had no gradient yet when the parameter that was last in its bucket in the first backwards got one"
+EARLY = "had no gradient yet when its bucket was about to be reduced, unlike in the first backwards"
 LACKING = "got no gradient, unlike in the first backwards"
 
 Lock: TypeAlias = "AbstractContextManager[Any]"

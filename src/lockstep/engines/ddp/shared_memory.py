@@ -73,7 +73,7 @@ class Semaphores:
             initialize = _function("sem_init", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
             for index in range(count):
                 if initialize(self[index], 1, 0):
-                    raise OSError("this system has no semaphores that processes share")
+                    raise OSError("this system does not support semaphores that are shared between processes")
 
     @classmethod
     def open(cls, group: comm.Group, count: int) -> Semaphores | None:

@@ -261,8 +261,8 @@ class DDPStrategy(RankedStrategy):
         if shard_optimizer and self._hook is not None and self._hook.is_local:
             raise MisconfigurationException(
                 f"{SHARDED} cannot be used with local steps (post-local SGD, model_averaging_period, outer_optimizer): "
-                "local steps need different weights on each rank, but a parameter's owner overwrites them. Use one or "
-                "the other."
+                "with local steps each rank has its own weights, but with shard_optimizer the rank that updates a "
+                "parameter overwrites the parameter on all ranks. Use one or the other."
             )
         self._owned: OwnedOptimizers | None = None
         self._reducer: Reducer | None = None
@@ -327,7 +327,7 @@ class DDPStrategy(RankedStrategy):
 
             if sparse:
                 raise MisconfigurationException(
-                    f"{SHARDED} does not support sparse gradients, which {', '.join(sparse)} get. Build the layers "
+                    f"{SHARDED} does not support the sparse gradients of {', '.join(sparse)}. Build the layers "
                     "with sparse=False, or omit shard_optimizer."
                 )
             try:
@@ -392,8 +392,8 @@ class DDPStrategy(RankedStrategy):
         if replaced and self._shard_optimizer and self.world.size > 1:
             raise MisconfigurationException(
                 f"The optimizers were replaced during a fit, which {type(self).__name__}(shard_optimizer=True) does "
-                "not support, because their states are divided among the ranks. Change their param_groups instead, or "
-                "omit shard_optimizer."
+                "not support, because optimizer states are divided among the ranks. Change the optimizers' "
+                "param_groups instead, or omit shard_optimizer."
             )
         if self._late is not None:
             self._late.check_thoroughly(self.optimizers)

@@ -207,9 +207,9 @@ class ShardedInit(TorchDispatchMode):
         whole = comm.all_gather_tensor(part, self._group).flatten()[: known.nbytes]
         if _checksum(whole) != known.checksum:
             raise MisconfigurationException(
-                f"rank {self._rank}: `configure_model` creates different values on this rank, but each rank stores "
-                "only a part of the module. Its values must not depend on the rank, or on a generator with a different "
-                "seed on each rank"
+                f"rank {self._rank}: `configure_model` creates different values on this rank than on other ranks, but "
+                "each rank stores only a part of the module. The values must not depend on the rank, or on a generator "
+                "with a different seed on each rank"
             )
         _flat(storage).copy_(whole)
 

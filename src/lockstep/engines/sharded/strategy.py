@@ -139,7 +139,7 @@ class ShardedStrategy(RankedStrategy):
         sparse = [name for name in sorted(sparse_names(self.module)) if hasattr(parameters.get(name), "placements")]
         if sparse:
             raise MisconfigurationException(
-                f"{type(self).__name__}() does not support sparse gradients, which {', '.join(sparse)} get. Build the "
+                f"{type(self).__name__}() does not support the sparse gradients of {', '.join(sparse)}. Build the "
                 'layers with sparse=False, or use strategy="ddp".'
             )
         for optimizer in with_parameters(optimizers):
@@ -165,7 +165,7 @@ class ShardedStrategy(RankedStrategy):
         if replaced:
             raise MisconfigurationException(
                 f"The optimizers were replaced during a fit, which {type(self).__name__} does not support. Change "
-                "their param_groups instead."
+                "the optimizers' param_groups instead."
             )
 
     def teardown(self) -> None:
@@ -212,9 +212,9 @@ class ShardedStrategy(RankedStrategy):
         """Raise if only one rank would save, since its part is useless without the other ranks' parts."""
         if alone and self.world.size > 1:
             raise MisconfigurationException(
-                f"rank {self.world.rank} cannot save a checkpoint alone: each rank has a part of the states "
-                f"({self.engine}), and other ranks do not join after a failure. Save regularly with "
-                "ModelCheckpoint(every_n_train_steps=...)."
+                f"rank {self.world.rank} cannot save a checkpoint alone: each rank has only a part of the "
+                f"states ({self.engine}), and after a failure the other ranks do not save their parts. Save "
+                "regularly with ModelCheckpoint(every_n_train_steps=...)."
             )
 
     def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -67,8 +67,8 @@ def check_installed(what: str) -> None:
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise MisconfigurationException(
-            f"{what} needs deepspeed {oldest} or newer, and {version} is installed. The gradients of older versions "
-            'are not tested. Run `pip install "torch-lockstep[deepspeed]"`.'
+            f"{what} needs deepspeed {oldest} or newer, but {version} is installed. lockstep does not test the "
+            'gradients of older versions. Run `pip install "torch-lockstep[deepspeed]"`.'
         )
 
 
@@ -308,7 +308,7 @@ def check_compiler(name: str) -> None:
     compiler = cpp_extension.get_cxx_compiler()
     if shutil.which(compiler) is None:
         raise MisconfigurationException(
-            f"DeepSpeed must build its extension {name!r}, and there is no C++ compiler ({compiler!r}). Install one "
+            f"DeepSpeed must build its extension {name!r}, but found no C++ compiler ({compiler!r}). Install one "
             "(g++), or use torch.optim.AdamW instead of DeepSpeed's own optimizers."
         )
 

@@ -185,7 +185,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         if offload_parameters and self._stage != 3:
             rank_zero_info(
                 f"DeepSpeedStrategy(offload_parameters=True, stage={self._stage}) has no effect: parameters are "
-                "sharded in stage 3 only; in the others each device has all of them."
+                "sharded in stage 3 only; in stages 1 and 2 each device has all parameters."
             )
         self._level = logging_level
         self._exact: dict[int, Tensor] = {}

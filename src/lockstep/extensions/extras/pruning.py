@@ -67,7 +67,7 @@ def find_method(
     elif is_global or not callable(pruning_fn):
         hint = " (the class, not an instance)" if isinstance(pruning_fn, prune.BasePruningMethod) else ""
         raise MisconfigurationException(
-            f"ModelPruning(pruning_fn={pruning_fn!r:.100}): it is expected to be a str in {list(METHODS)} or a class "
+            f"ModelPruning(pruning_fn={pruning_fn!r:.100}): pass a str in {list(METHODS)} or a class "
             f"derived from torch.nn.utils.prune.BasePruningMethod{hint}; with use_global_unstructured=False also a "
             "function `fn(module, name=..., amount=...)`."
         )
@@ -76,7 +76,7 @@ def find_method(
 
 def _method_by_name(name: str, is_global: bool, dim: int | None, norm: int | None) -> tuple[Any, dict[str, Any]]:
     if name not in METHODS:
-        raise MisconfigurationException(f"ModelPruning(pruning_fn={name!r}): it must be one of {list(METHODS)}.")
+        raise MisconfigurationException(f"ModelPruning(pruning_fn={name!r}): pass one of {list(METHODS)}.")
     options: dict[str, Any] = {}
     if name.endswith("_structured"):
         if dim is None:
@@ -181,7 +181,7 @@ class ModelPruning(Callback):
             )
         if not (isinstance(amount, (int, float)) or callable(amount)):
             raise MisconfigurationException(
-                f"ModelPruning(amount={amount!r}): it must be an int, a float, or a function of the epoch."
+                f"ModelPruning(amount={amount!r}): pass an int, a float, or a function of the epoch."
             )
         if not callable(amount) and not 0 <= amount <= (1 if isinstance(amount, float) else math.inf):
             raise MisconfigurationException(
@@ -189,7 +189,7 @@ class ModelPruning(Callback):
                 "number of elements."
             )
         if verbose not in (0, 1, 2):
-            raise MisconfigurationException(f"ModelPruning(verbose={verbose!r}): it must be any of (0, 1, 2).")
+            raise MisconfigurationException(f"ModelPruning(verbose={verbose!r}): pass 0, 1 or 2.")
         self._use_global_unstructured = use_global_unstructured
         self.pruning_fn, self._options = find_method(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
         self.amount = amount
@@ -241,7 +241,7 @@ class ModelPruning(Callback):
             return [(module, name) for name in names for module in modules if _has_parameter(module, name)]
         if not isinstance(parameters_to_prune, (list, tuple)) or not all(map(_is_pair, parameters_to_prune)):
             raise MisconfigurationException(
-                f"ModelPruning(parameters_to_prune={parameters_to_prune!r:.200}): it must be a list of tuples with 2 "
+                f"ModelPruning(parameters_to_prune={parameters_to_prune!r:.200}): pass a list of tuples with 2 "
                 "elements, (nn.Module, name of the parameter)."
             )
         _refuse_missing(modules, parameters_to_prune)

@@ -80,22 +80,20 @@ class StochasticWeightAveraging(Callback):
     ) -> None:
         rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
         if not rates or not all(isinstance(rate, float) and rate > 0 for rate in rates):
-            raise _refused(
-                "swa_lrs", swa_lrs, "it must be a float above 0, or a list with one for each parameter group"
-            )
+            raise _refused("swa_lrs", swa_lrs, "pass a float above 0, or a list with one for each parameter group")
         # A bool is an int, and would mean the first epoch.
         is_epoch = isinstance(swa_epoch_start, int) and not isinstance(swa_epoch_start, bool) and swa_epoch_start >= 1
         if not is_epoch and not (isinstance(swa_epoch_start, float) and 0 <= swa_epoch_start <= 1):
-            way_out = "it must be an int of at least 1, or a float between 0 and 1"
+            way_out = "pass an int of at least 1, or a float between 0 and 1"
             raise _refused("swa_epoch_start", swa_epoch_start, way_out)
         if not isinstance(annealing_epochs, int) or annealing_epochs < 0:
-            raise _refused("annealing_epochs", annealing_epochs, "it must be an int of at least 0")
+            raise _refused("annealing_epochs", annealing_epochs, "pass an int of at least 0")
         if annealing_strategy not in ("cos", "linear"):
-            raise _refused("annealing_strategy", annealing_strategy, 'it must be "cos" or "linear"')
+            raise _refused("annealing_strategy", annealing_strategy, 'pass "cos" or "linear"')
         if avg_fn is not None and not callable(avg_fn):
-            raise _refused("avg_fn", avg_fn, "it must be a function of (average, weights, number), or None")
+            raise _refused("avg_fn", avg_fn, "pass a function of (average, weights, number), or None")
         if device is not None and not isinstance(device, (torch.device, str)):
-            raise _refused("device", device, "it must be a torch.device, its name, or None")
+            raise _refused("device", device, "pass a torch.device, its name, or None")
         self.swa_epoch_start = swa_epoch_start
         self._swa_lrs = swa_lrs
         self._annealing_epochs = annealing_epochs

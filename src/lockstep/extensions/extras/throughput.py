@@ -87,8 +87,8 @@ class _Rising:
     def check(self, value: float) -> None:
         if self.values and value <= self.values[-1]:
             raise ValueError(
-                f"Throughput.update({self.name}={value}): it must exceed the previous value, {self.values[-1]}, since "
-                "it is the total so far."
+                f"Throughput.update({self.name}={value}): the value must exceed the previous one, {self.values[-1]}, "
+                "since it is the total so far."
             )
 
     def increase(self) -> float:
@@ -170,11 +170,11 @@ class Throughput:
         """
         if samples < batches or (lengths is not None and lengths < samples):
             raise ValueError(
-                f"Throughput.update({batches=}, {samples=}, {lengths=}): there are fewer samples than batches or "
-                "fewer items than samples. Pass totals since the start."
+                f"Throughput.update({batches=}, {samples=}, {lengths=}): samples is less than batches, or lengths "
+                "is less than samples. Pass totals since the start."
             )
         if lengths is not None and len(self._lengths.values) != len(self._samples.values):
-            raise ValueError("Throughput.update(lengths=...): it must be set in every update or in none.")
+            raise ValueError("Throughput.update(lengths=...): pass `lengths` in every update or in none.")
         given = [(self._time, time), (self._batches, batches), (self._samples, samples), (self._lengths, lengths)]
         totals = [(counter, value) for counter, value in given if value is not None]
         # All are checked before any is recorded, so that a refused update changes nothing.

@@ -333,10 +333,10 @@ class EMAWeightAveraging(WeightAveraging):
         **kwargs: Any,
     ) -> None:
         if not 0 <= decay <= 1:
-            raise MisconfigurationException(f"EMAWeightAveraging(decay={decay!r}): it must be between 0 and 1.")
+            raise MisconfigurationException(f"EMAWeightAveraging(decay={decay!r}): pass a number between 0 and 1.")
         if update_every_n_steps < 0:
             raise MisconfigurationException(
-                f"EMAWeightAveraging(update_every_n_steps={update_every_n_steps!r}): it must be at least 0."
+                f"EMAWeightAveraging(update_every_n_steps={update_every_n_steps!r}): pass a number of at least 0."
             )
         super().__init__(device, use_buffers, **{"multi_avg_fn": _exponential(decay), **kwargs})
         self.update_every_n_steps = update_every_n_steps

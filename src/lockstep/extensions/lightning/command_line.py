@@ -644,7 +644,7 @@ class LightningCLI:
         if is_overridden("configure_optimizers", self.model, LightningModule):
             rank_zero_warn(
                 f"`{type(self.model).__name__}.configure_optimizers` is replaced by "
-                f"`{type(self).__name__}.configure_optimizers`, because the command line has the optimizer."
+                f"`{type(self).__name__}.configure_optimizers`, because the command line selects the optimizer."
             )
         optimizer, scheduler = instantiate_class(self.model.parameters(), given), None
         if schedulers:

@@ -157,9 +157,9 @@ def _check_periods(periods: Mapping[int, int], start: int, world: int) -> None:
     sizes = [size for _, size in sorted(periods.items())]
     if sizes != sorted(sizes) or sizes[-1] != world or any(size < 1 or world % size for size in sizes):
         raise MisconfigurationException(
-            f"{shown} for {world} ranks: each number of ranks must divide {world}, larger periods need more ranks, and "
-            f"the largest period all {world}. For example {{4: 2, 16: {world}}} averages pairs after 4 steps and all "
-            "after 16"
+            f"{shown} for {world} ranks: each number of ranks must divide {world}, a larger period must not have "
+            f"fewer ranks, and the largest period must have all {world}. For example {{4: 2, 16: {world}}} averages "
+            "over pairs of ranks every 4 steps and over all ranks every 16"
         )
 
 

@@ -179,7 +179,7 @@ class HookedLocalSteps:
             if type(optimizer).__module__.startswith("torch.distributed"):
                 raise MisconfigurationException(
                     f"DDPStrategy(model_averaging_period={period}) with {type(optimizer).__name__}: this optimizer "
-                    "averages or shards over the ranks itself. Return the optimizer that it wraps from "
+                    "averages or shards over the ranks itself. Return the wrapped optimizer from "
                     "`configure_optimizers`."
                 )
         self._state, self._module, self._reducer = state, module, reducer
@@ -317,7 +317,7 @@ class CommunicationHook(AttachableHook):
         if self.is_local and period is None:
             raise MisconfigurationException(
                 f"DDPStrategy(ddp_comm_state={type(state).__qualname__}(...)) without model_averaging_period: from "
-                f"round {getattr(state, POST_LOCAL)} on each node trains its own parameters, which would never be "
+                f"round {getattr(state, POST_LOCAL)} on, each node trains its own parameters, which would never be "
                 "averaged. Pass the number of steps between averages, for example model_averaging_period=4."
             )
         is_steps = isinstance(period, int) and not isinstance(period, bool) and period > 0
@@ -464,6 +464,6 @@ def _check_outer(outer: object) -> dict[str, Any] | None:
     if not isinstance(outer, Mapping) or not set(outer) <= set(names):
         raise MisconfigurationException(
             f"DDPStrategy(outer_optimizer={outer!r:.100}): pass a dict of arguments of lockstep's OuterOptimizer "
-            f"({', '.join(names)}); an empty dict uses DiLoCo's."
+            f"({', '.join(names)}); an empty dict uses DiLoCo's settings."
         )
     return dict(outer)

@@ -688,8 +688,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not dist.group.WORLD:
             raise RuntimeError(
-                "pickling a DistributedDataParallel: only one over the default process group can be pickled, since "
-                "other groups cannot be restored. Pickle model.module, or its state dict"
+                "a DistributedDataParallel can be pickled only if it uses the default process group, because other "
+                "groups cannot be restored. Pickle model.module, or its state dict"
             )
         return self._state_to_copy()
 

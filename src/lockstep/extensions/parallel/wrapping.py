@@ -57,8 +57,8 @@ def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) ->
     found = dist.group.WORLD if group is None else group
     if dist.get_rank(found) < 0:
         raise MisconfigurationException(
-            f"process_group: rank {dist.get_rank()} (of {dist.get_world_size()}) is not in it. Wrap the model on its "
-            "members only"
+            f"process_group: rank {dist.get_rank()} (of {dist.get_world_size()}) is not a member of the group. Wrap "
+            "the model only on the ranks of the group"
         )
     # the first parameter is enough: all are on devices of one type
     for parameter in module.parameters() if isinstance(module, nn.Module) else ():

@@ -317,7 +317,7 @@ class SlurmCluster:
         }
         for name, (value, smallest) in least.items():
             if value is not None and (not isinstance(value, int) or value < smallest):
-                raise MisconfigurationException(f"{name}={value!r}: it must be an integer of at least {smallest}")
+                raise MisconfigurationException(f"{name}={value!r}: pass an integer of at least {smallest}")
         if self.at_most is not None and not self.array:
             raise MisconfigurationException(f"at_most={self.at_most} is for array jobs only. Set array=True as well")
         if nb_trials is None and self.hyperparam_optimizer is not None and self.hyperparam_optimizer.draws_late:
@@ -453,7 +453,7 @@ class SlurmCluster:
         given = {option.name: option.value for option in self._options}.get("ntasks-per-node", "1")
         if not re.fullmatch("0*[1-9][0-9]*", str(given)):
             raise MisconfigurationException(
-                f"add_slurm_cmd('ntasks-per-node', {given!r}): it must be an integer of at least 1"
+                f"add_slurm_cmd('ntasks-per-node', {given!r}): pass an integer of at least 1"
             )
         return int(str(given))
 

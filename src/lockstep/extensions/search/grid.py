@@ -267,7 +267,7 @@ def make_range(
     assert low is not None
     assert high is not None
     check(low <= high, "", "low must not be larger than high")
-    check(isinstance(nb_samples, int) and nb_samples > 0, f", {nb_samples=}", "it must be an integer of at least 1")
+    check(isinstance(nb_samples, int) and nb_samples > 0, f", {nb_samples=}", "pass an integer of at least 1")
     if log_base is not None:
         check(log_base > 0 and log_base != 1, f", {log_base=}", "the base must be above 0 and not 1, for example 10")
         check(low > 0, f", {log_base=}", "low must be above 0 on a logarithmic scale")
@@ -302,7 +302,7 @@ def numbers(space: Space, strategy: str, nb_trials: int | None) -> Sequence[int]
     if nb_trials is None:
         raise MisconfigurationException(f"strategy={strategy!r} needs nb_trials, the number of trials")
     if not isinstance(nb_trials, int) or isinstance(nb_trials, bool) or nb_trials < 1:
-        raise MisconfigurationException(f"nb_trials={nb_trials!r}: it must be an integer of at least 1")
+        raise MisconfigurationException(f"nb_trials={nb_trials!r}: pass an integer of at least 1")
     if in_grid and space.size > nb_trials:
         counts = " x ".join(f"{name} {len(dimension)}" for name, dimension in space.dimensions.items())
         raise MisconfigurationException(

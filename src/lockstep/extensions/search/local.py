@@ -136,7 +136,7 @@ def _exclusively(folder: Path) -> Iterator[None]:
         holder = ""
     if holder:
         raise MisconfigurationException(
-            f"{str(folder)!r} contains a search that is running in {holder}. Wait for its end, or use another "
+            f"{str(folder)!r} contains a search that is running in {holder}. Wait until it ends, or use another "
             f"log_path. If that process no longer exists, remove {lock.link}"
         )
     try:
@@ -157,8 +157,8 @@ def _write_call(call: object, folder: Path) -> None:
         raise
     except Exception as error:  # an object that cannot be pickled may raise anything
         raise MisconfigurationException(
-            f"the function of the trials cannot be pickled for their processes ({type(error).__name__}: {error}). Let "
-            "it create open files, locks and connections itself instead of using those of the script"
+            f"the function of the trials cannot be pickled for their processes ({type(error).__name__}: {error}). "
+            "Create files, locks and connections inside the function instead of using those of the script"
         ) from error
 
 

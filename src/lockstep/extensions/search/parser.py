@@ -124,7 +124,8 @@ class Hyperparameters(argparse.Namespace):
     def _known_search(self, method: str) -> SearchSettings:
         if self._search is None:
             raise MisconfigurationException(
-                f"{method}: these hyperparameters were pickled, which drops the search. Use the result of parse_args()"
+                f"{method}: these hyperparameters were pickled, which drops the search settings. Use the result of "
+                "parse_args()"
             )
         if not self._search.space.dimensions:
             raise MisconfigurationException(
@@ -381,7 +382,7 @@ def describe(options: Hyperparameters) -> dict[str, Any]:
 
 def _workers(number: int) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise MisconfigurationException(f"nb_workers={number!r}: it must be an integer of at least 1")
+        raise MisconfigurationException(f"nb_workers={number!r}: pass an integer of at least 1")
     return number
 
 
@@ -448,14 +449,14 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     ) -> None:
         if strategy not in STRATEGIES:
             raise MisconfigurationException(
-                f"HyperOptArgumentParser(strategy={strategy!r}): it must be one of {', '.join(map(repr, STRATEGIES))}"
+                f"HyperOptArgumentParser(strategy={strategy!r}): pass one of {', '.join(map(repr, STRATEGIES))}"
             )
         if strategy == "optuna" and find_spec("optuna") is None:
             raise missing_extra("optuna", "optuna", "strategy='optuna'")
         if mode not in ("min", "max"):
-            raise MisconfigurationException(f"HyperOptArgumentParser(mode={mode!r}): it must be 'min' or 'max'")
+            raise MisconfigurationException(f"HyperOptArgumentParser(mode={mode!r}): pass 'min' or 'max'")
         if not isinstance(seed, int):
-            raise MisconfigurationException(f"HyperOptArgumentParser(seed={seed!r}): it must be an int")
+            raise MisconfigurationException(f"HyperOptArgumentParser(seed={seed!r}): pass an int")
         if sampler is not None and not callable(sampler):
             raise MisconfigurationException(
                 f"HyperOptArgumentParser(sampler={sampler!r}): each trial creates its own sampler with a seed. Pass "

@@ -239,7 +239,7 @@ def _check(option: Option, own: Mapping[str, str | None], batch: Batch) -> None:
     """Raise if an option that the user has added contradicts the options of the script."""
     given = f"option --{option.name}{'' if option.value is None else f'={option.value}'} of sbatch"
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]+", option.name):
-        raise MisconfigurationException(f"{given} does not exist. Use its long name, such as 'partition'")
+        raise MisconfigurationException(f"{given} is not a long name. Use the option's long name, such as 'partition'")
     if option.name in own and own[option.name] != option.value:
         way = f"set {FROM[option.name]} instead" if option.name in FROM else "remove it"
         raise MisconfigurationException(f"{given} contradicts --{option.name}={own[option.name]} of the script: {way}")
@@ -247,7 +247,7 @@ def _check(option: Option, own: Mapping[str, str | None], batch: Batch) -> None:
     if option.name == "ntasks" and option.value != str(tasks):
         raise MisconfigurationException(
             f"{given}, but {batch.nodes} node(s) with {batch.tasks_per_node} task(s) each make {tasks} tasks. Remove "
-            "it, or set the numbers of nodes and tasks per node"
+            "the option, or set the numbers of nodes and tasks per node"
         )
 
 

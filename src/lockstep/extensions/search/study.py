@@ -204,7 +204,7 @@ class StudyTrial:
             The state of the trial that the study has recorded.
         """
         if number != self.number:
-            raise ValueError(f"trial {number} was not started in this process, but trial {self.number} was")
+            raise ValueError(f"trial {number} cannot be finished here, because this process runs trial {self.number}")
         self.stop_heartbeat()
         with self._drawing():
             entry = self._entry()

@@ -35,8 +35,8 @@ OWN_NUMBERS = (
 UNSEEN = (
     "each rank's gradient equals that of one process with the rank's samples, but their mean is not the gradient of "
     "one process with all samples. Either the loss compares the samples of a batch, or each rank divides it by its own "
-    "counts. A layer whose output has one row per sample would show which, but the model has none: add one, such as "
-    "nn.Linear"
+    "counts. To find out which, add a layer whose output has one entry per sample, since the model has none: for "
+    "example nn.Linear"
 )
 
 

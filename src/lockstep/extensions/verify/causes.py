@@ -376,7 +376,7 @@ class Causes:
             factors.append(factor)
         text = "each rank clips (scales) its shards by their own norm, not by that of the full gradient"
         where = self.clipping or self.step["where"]
-        return Reason(text, where, f"by rank they are {_format(factors)} times those of one process")
+        return Reason(text, where, f"the gradients are {_format(factors)} times those of one process, by rank")
 
     # -- clipping and updates
 

@@ -355,7 +355,9 @@ def join_batches(batches: list[Any]) -> Any:
     """
     flat = [tree_flatten(batch) for batch in batches]
     if any(spec != flat[0][1] for _, spec in flat):
-        raise ValueError("the ranks' batches differ in structure and cannot be joined for one process")
+        raise ValueError(
+            "the ranks' batches differ in structure, so they cannot be joined into one for the single-process run"
+        )
     leaves = []
     for parts in zip(*(leaves for leaves, _ in flat), strict=True):
         first = parts[0]
@@ -365,8 +367,8 @@ def join_batches(batches: list[Any]) -> Any:
             leaves.append(first)
         else:
             raise ValueError(
-                f"the ranks' batches differ in a {type(first).__name__} and cannot be joined for one process. Let the "
-                "data set return tensors with a row for each sample"
+                f"the ranks' batches have different values of type {type(first).__name__}, so they cannot be joined "
+                "into one for the single-process run. Let the data set return tensors with one entry for each sample"
             )
     return tree_unflatten(leaves, flat[0][1])
 

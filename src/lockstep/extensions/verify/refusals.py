@@ -18,7 +18,7 @@ _MEMORY = re.compile(
     r"DefaultCPUAllocator|MemoryError|out of memory|can't allocate|annot allocate memory|bad_alloc|start new thread"
 )
 
-_TO_RUN = "fix the error, or pass the arguments with which the script trains after --"
+_TO_RUN = "fix the error, or pass the arguments of the script after --"
 _PROCESSES = "verify the script that they run, with their arguments"
 NO_LOADER = (
     "the data do not come from a torch DataLoader, so one process cannot be fed the ranks' samples, and would "

@@ -50,7 +50,7 @@ _MAX_UNTRAINED = 0.1
 """Largest fraction of a model's elements that may get no gradient."""
 
 _NOTES_OF_RANKS = {
-    "dropout": "dropout was disabled: ranks drop different elements from one process",
+    "dropout": "dropout was disabled: ranks drop different elements than one process",
     MIXED_PRECISION: "{name} was disabled: it rounds parameters or gradients to a smaller dtype",
     "comm hook": "the communication hook {name} was disabled: it rounds gradients or delays parts of them",
 }

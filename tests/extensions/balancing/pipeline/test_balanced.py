@@ -297,9 +297,9 @@ ODD = [Frozen, FrozenEnd, InPlace, Unfreezes, Views, Recomputed, Hooked, Summed,
 
 
 UNSPLIT = {
-    Frozen: "computes a different gradient for net.4.weight",
-    Unfreezes: "computes a different gradient for net.4.weight",
-    TiedEnd: "part of the weight fails .*through the graph a second time",
+    Frozen: "the gradient of net.4.weight differs",
+    Unfreezes: "the gradient of net.4.weight differs",
+    TiedEnd: "part for the weight gradients fails .*through the graph a second time",
 }
 """What torch's backward in two parts does not do; older releases than 2.13 do less."""
 ODD_RUNS = [(kind, schedule) for kind in ODD for schedule in ("1f1b", "zero-bubble")]

@@ -133,7 +133,11 @@ REFUSED = [
         False,
         r"Block 0 of the chain 'blocks' was called with Tensor, Tensor, table=, memory=, and a tensor other than",
     ),
-    (False, True, r"Block 1 of the chain 'blocks' was called with Tensor, Tensor, .* the first block with one tensor"),
+    (
+        False,
+        True,
+        r"Block 1 of the chain 'blocks' was called with Tensor, Tensor, .* the first block was called with one tensor",
+    ),
 ]
 
 

@@ -102,7 +102,7 @@ def test_a_batch_is_cut_with_all_that_is_in_it() -> None:
     assert scatter(torch.arange(6).view(2, 3), [CPU, CPU], dim=1)[1].tolist() == [[2], [5]]
     assert rows_of("no tensor") is None
     assert scatter({"a": 1}, [CPU, CPU]) == [{"a": 1}]
-    with pytest.raises(ValueError, match=r"\[3, 5\] rows along dimension 0"):
+    with pytest.raises(ValueError, match=r"different sizes \[3, 5\] along dimension 0"):
         scatter([torch.zeros(5), torch.zeros(3)], [CPU, CPU])
 
 

@@ -117,9 +117,9 @@ def test_a_tensor_of_the_buffers_size_is_taken(value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (None, "has None"),
-        (7, "has a int"),
-        ([torch.ones(6)] * 2, "has a list of 2"),
+        (None, "contains None"),
+        (7, "contains a int"),
+        ([torch.ones(6)] * 2, "contains a list of 2"),
         (torch.ones(5), r"a tensor of 5 elements \(torch.float32 on cpu\)"),
         (torch.ones(6, dtype=torch.int64), "torch.int64"),
         (torch.ones(6, device="meta"), "on meta"),
@@ -128,10 +128,10 @@ def test_a_tensor_of_the_buffers_size_is_taken(value: Any) -> None:
 )
 def test_anything_else_is_refused_by_name(value: Any, said: str) -> None:
     (bucket,) = Model([[(2, 3)]]).buckets(0, 0)
-    with pytest.raises(TypeError, match=r"rank 0: the future of the communication hook my_hook has.*") as caught:
+    with pytest.raises(TypeError, match=r"rank 0: the future of the communication hook my_hook contains.*") as caught:
         tensor_of(value, bucket, my_hook)
     assert caught.match(said)
-    assert caught.match("bucket 0 it must have a tensor of 6 elements")
+    assert caught.match("bucket 0 it must contain a tensor of 6 elements")
 
 
 def test_strided_results_are_read_in_their_order() -> None:

@@ -281,7 +281,7 @@ def test_a_state_of_other_buckets_is_refused() -> None:
         power_sgd(other, bucket).wait()
     other.load_state_dict(state.state_dict())
     (bucket,) = Model([[(3,), (20, 20)]]).buckets(0, 0)
-    with pytest.raises(ValueError, match=r"400 numbers at place 0 of bucket 0, which has 3 there now"):
+    with pytest.raises(ValueError, match=r"400 numbers for parameter 0 of bucket 0, but this parameter has 3 now"):
         power_sgd(other, bucket).wait()
 
 

@@ -39,8 +39,8 @@ LEARNED = (
     "which cannot be sent to another rank: compute the tensor inside the block, or detach it."
 )
 NOT_AT_FIRST = (
-    "Block {place} of the chain {chain!r} was called with {given}, but the first block with one tensor only: call all "
-    "blocks with the same arguments."
+    "Block {place} of the chain {chain!r} was called with {given}, but the first block was called with one tensor "
+    "only: call all blocks with the same arguments."
 )
 TWICE = (
     "The chain {chain!r} was called twice in one step: its blocks are split over the ranks, and process each "

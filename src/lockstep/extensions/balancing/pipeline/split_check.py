@@ -63,7 +63,7 @@ class SplitCheck:
             gradients = torch.autograd.grad(edges, ends, of_outputs, retain_graph=True, allow_unused=True)
             whole = dict(zip(map(id, ends), gradients, strict=True))
             for value, gradient in zip(given["input_values"], found, strict=True):
-                self._compare("its input", gradient, whole.get(id(value)))
+                self._compare("the stage's input", gradient, whole.get(id(value)))
             self._pending[id(groups)] = [whole.get(id(weight)) for weight in self._weights], found
         return found, groups
 
@@ -84,7 +84,7 @@ class SplitCheck:
         for weight, gradient, old in zip(self._weights, whole, before, strict=True):
             what = names.get(id(weight), f"the parameter of shape {tuple(weight.shape)} outside of the chain")
             if weight._post_accumulate_grad_hooks:
-                self._refuse(f"{what} has a hook on its accumulated gradient, which torch does not call")
+                self._refuse(f"{what} has a post-accumulate-grad hook, which the backward in two parts does not call")
             self._compare(what, weight.grad, gradient)
             if weight.grad is not None:
                 # adding to a gradient in place would change another one in the same memory
@@ -100,7 +100,7 @@ class SplitCheck:
         try:
             return self._backward(kind, given, last_backward)
         except RuntimeError as error:
-            raise self._error(f"torch's part of the {kind} fails ({error.__cause__ or error})") from error
+            raise self._error(f"the part for the {kind} gradients fails ({error.__cause__ or error})") from error
 
     def _compare(self, what: str, found: Tensor | None, whole: Tensor | None) -> None:
         if whole is None or not whole.isfinite().all():  # such as by a loss scale that is too large
@@ -108,13 +108,14 @@ class SplitCheck:
         near = torch.finfo(whole.dtype).eps ** 0.5
         off = whole.abs().max() if found is None else (found - whole).abs().max()
         if whole.numel() and off > near * whole.abs().max():
-            self._refuse(f"torch computes a different gradient for {what} in two parts than in one")
+            self._refuse(f"the gradient of {what} differs from that of an ordinary backward")
 
     def _refuse(self, why: str) -> NoReturn:
         raise self._error(why)
 
     def _error(self, why: str) -> MisconfigurationException:
         return MisconfigurationException(
-            f"BalancedStrategy(schedule='zero-bubble'): torch's backward in two parts is wrong in the stage of the "
-            f"blocks {', '.join(self._blocks)}: {why}. Choose schedule='1f1b' or 'interleaved'."
+            f"BalancedStrategy(schedule='zero-bubble'): torch's backward in two parts (input gradients, then weight "
+            f"gradients) is wrong in the stage of the blocks {', '.join(self._blocks)}: {why}. Choose "
+            "schedule='1f1b' or 'interleaved'."
         )

@@ -51,14 +51,14 @@ NOT_FLOATING = (
     f"most {DIMENSIONS} dimensions to the next block. Return one, or move the block out of the chain."
 )
 OTHER_SHAPE = (
-    "Block {block} of the chain {chain!r} returned a tensor of shape {found}, but {expected} for an earlier batch of "
-    "the same shapes. Shapes between the stages must follow from the shapes of the batch, not from its values: pad the "
-    "batch in the `collate_fn`."
+    "Block {block} of the chain {chain!r} returned a tensor of shape {found}, but one of shape {expected} for an "
+    "earlier batch of the same shapes. Shapes between the stages must follow from the shapes of the batch, not from "
+    "its values: pad the batch in the `collate_fn`."
 )
 NOT_ROWS = (
     "The chain {chain!r} returns a tensor of shape {shape} for a micro-batch of {samples} samples that "
-    "was padded to {rows}: its first dimension must be the samples. Or use batch sizes that micro_batches={count} "
-    "divides, with drop_last=True."
+    "was padded to {rows}: the first dimension of the tensor must be the samples. Or use batch sizes that "
+    "micro_batches={count} divides, with drop_last=True."
 )
 OTHER_ARGUMENTS = (
     "The blocks of the chain {chain!r} were called with one tensor for one batch, and with more arguments for another "

@@ -115,8 +115,8 @@ OWN_BACKWARD = (
     "BalancedStrategy does not call the `backward` that the module overrides: change the loss in `training_step`."
 )
 ALONE = (
-    "rank {rank} cannot save a checkpoint alone: each rank has the weights of its own blocks, and other ranks do not "
-    "join after a failure. Save regularly, with ModelCheckpoint(every_n_train_steps=...)."
+    "rank {rank} cannot save a checkpoint alone: each rank has only the weights of its own blocks, and after a "
+    "failure the other ranks do not save their blocks. Save regularly, with ModelCheckpoint(every_n_train_steps=...)."
 )
 
 
@@ -597,7 +597,7 @@ def _check_arguments(
     if stages_per_rank not in (None, 1) and schedule not in IN_ROUNDS:
         raise MisconfigurationException(
             f"BalancedStrategy(stages_per_rank={stages_per_rank}, schedule={schedule!r}): this schedule supports only "
-            f"one stage per rank: choose {' or '.join(map(repr, IN_ROUNDS))}."
+            f"one stage per rank. For several stages, use schedule={' or '.join(map(repr, IN_ROUNDS))}."
         )
     refuse_without(PIPELINES, "BalancedStrategy", "use DDPStrategy(shard_optimizer=True)", PARTS)
     if one_process:

@@ -179,7 +179,9 @@ class Plan:
             MisconfigurationException: nothing fits, so there is no choice.
         """
         if self.choice is None:
-            raise MisconfigurationException(f"{path}: the plan has no choice that could be saved. {self.reason}")
+            raise MisconfigurationException(
+                f"{path}: the plan cannot be saved, because it selects no strategy. {self.reason}"
+            )
         Path(path).write_text(SavedPlan.of(self).text())
 
 
@@ -424,7 +426,7 @@ class SavedPlan:
         """
         if available < self.memory:
             raise MisconfigurationException(
-                f"{where} needs {readable(self.memory)} on each device, and a device here has {readable(available)}: "
+                f"{where} needs {readable(self.memory)} on each device, but a device here has {readable(available)}: "
                 f"the plan was made for {self.device}. Create a plan on this machine."
             )
 

@@ -158,7 +158,7 @@ def simulate(seconds: Sequence[float], actions: Sequence[Sequence[Action]]) -> l
                 ended[action._replace(letter="B") if action.letter == "I" else action] = free[row]
                 found.append(TimedAction(row, action, begin, free[row]))
         if len(found) == before:
-            raise ValueError("the schedule is a deadlock: the next actions of all ranks wait for one another")
+            raise ValueError("the schedule deadlocks: the next action of each rank waits for an action of another rank")
     return found
 
 

@@ -81,8 +81,8 @@ def step_of(module: LightningModule, batch: object, precision: Precision) -> Tra
     refuse_lazy(module, "A plan")
     if not module.automatic_optimization:
         raise MisconfigurationException(
-            f"{name} sets automatic_optimization = False, so a plan cannot detect the backward in its step: choose "
-            "a strategy by its name."
+            f"{name} sets automatic_optimization = False, so a plan cannot detect the backward in `training_step`: "
+            "choose a strategy by its name."
         )
     more = (0,) if takes_idx(module.training_step) else ()
     converted = batch if precision.convert_input is None else precision.convert_input(batch)

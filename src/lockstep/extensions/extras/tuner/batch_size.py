@@ -53,15 +53,13 @@ class BatchSizeSearch:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise ValueError(f"scale_batch_size(mode={self.mode!r}): it must be one of {', '.join(map(repr, MODES))}.")
+            raise ValueError(f"scale_batch_size(mode={self.mode!r}): pass one of {', '.join(map(repr, MODES))}.")
         for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"scale_batch_size({name}={value!r}): it must be an integer of at least 1.")
+                raise ValueError(f"scale_batch_size({name}={value!r}): pass an integer of at least 1.")
         if not 0.0 <= self.margin < 1.0:
-            raise ValueError(
-                f"scale_batch_size(margin={self.margin!r}): it must be a fraction of at least 0 and below 1."
-            )
+            raise ValueError(f"scale_batch_size(margin={self.margin!r}): pass a fraction of at least 0 and below 1.")
 
 
 def search(fits: Callable[[int], bool], covers: Callable[[int], bool], settings: BatchSizeSearch) -> int:

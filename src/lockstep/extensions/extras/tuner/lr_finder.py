@@ -239,7 +239,7 @@ class RangeTest:
     def __post_init__(self) -> None:
         low, high = self.min_lr, self.max_lr
         if self.mode not in MODES:
-            raise ValueError(f"lr_find(mode={self.mode!r}): it must be one of {', '.join(map(repr, MODES))}.")
+            raise ValueError(f"lr_find(mode={self.mode!r}): pass one of {', '.join(map(repr, MODES))}.")
         if not 0 <= low < high or (low == 0 and self.mode == "exponential"):
             raise ValueError(
                 f"lr_find(min_lr={low}, max_lr={high}): use 0 < min_lr < max_lr (mode='linear' may start at 0)."

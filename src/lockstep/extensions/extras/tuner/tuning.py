@@ -159,7 +159,7 @@ class Tuner:
             RuntimeError: not even one sample fits into memory.
         """
         if method not in batch_size.STAGES:
-            raise ValueError(f"scale_batch_size(method={method!r}): it must be one of {', '.join(batch_size.STAGES)}.")
+            raise ValueError(f"scale_batch_size(method={method!r}): pass one of {', '.join(batch_size.STAGES)}.")
         _check_loaders("scale_batch_size", method, train_dataloaders, val_dataloaders, dataloaders)
         _check_callbacks(self._trainer, BatchSizeFinder)
         settings = batch_size.BatchSizeSearch(
@@ -187,8 +187,8 @@ def _check_loaders(search: str, method: str, train: object, val: object, others:
 def _check_callbacks(trainer: Trainer, kind: type) -> None:
     if any(isinstance(callback, kind) for callback in trainer.base_callbacks):
         raise ValueError(
-            f"Trainer(callbacks=[{kind.__name__}(...)]) already searches when a call starts. Remove the callback to "
-            "use the Tuner."
+            f"Trainer(callbacks=[{kind.__name__}(...)]) already runs the same search. Remove the callback to use the "
+            "Tuner."
         )
 
 

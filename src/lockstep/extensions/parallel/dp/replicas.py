@@ -161,8 +161,9 @@ def rows_of(batch: object, dim: int = 0) -> int | None:
     counts = {leaf.shape[dim] for leaf in leaves}
     if len(counts) > 1:
         raise ValueError(
-            f"DataParallel: the tensors of the batch have {sorted(counts)} rows along dimension {dim}, where they are "
-            "split. Pass tensors with the same number of rows; pass values for all rows as tensors without dimensions."
+            f"DataParallel: the tensors of the batch have different sizes {sorted(counts)} along dimension {dim}, "
+            "which is split. Pass tensors of the same size. Pass a value for the whole batch as a tensor without "
+            "dimensions."
         )
     return counts.pop() if counts else None
 
@@ -413,7 +414,7 @@ def choose_devices(
     if not devices:
         if output_device is not None:
             raise MisconfigurationException(
-                f"output_device={output_device!r} without device_ids: outputs are not moved then. Pass both, or neither"
+                f"output_device={output_device!r} without device_ids has no effect. Pass both, or neither"
             )
         return [], None
     if here != devices[0]:

@@ -38,8 +38,8 @@ class DataParallelStrategy(Strategy):
         """Raise an error if there are several nodes, then set up the environment as other strategies do."""
         if self.world.num_nodes > 1:
             raise MisconfigurationException(
-                f'Trainer(strategy="dp", num_nodes={self.world.num_nodes}): "dp" is one process for the devices of one '
-                'node. Use strategy="ddp".'
+                f'Trainer(strategy="dp", num_nodes={self.world.num_nodes}): "dp" runs one process that uses the '
+                'devices of one node. Use strategy="ddp".'
             )
         super().setup_environment()
 

@@ -59,9 +59,9 @@ def check_pair(state: object, hook: object) -> None:
     _check_state(state, inner)
     if torch_name(inner) == "batched_powerSGD_hook":
         raise MisconfigurationException(
-            "torch's batched_powerSGD_hook fails at its start iteration: it passes a 2-D matrix to a function that "
-            "needs 3-D ones. Use lockstep.engines.ddp.hooks.power_sgd with PowerSGDState(rank=...), or torch's "
-            "powerSGD_hook"
+            "torch's batched_powerSGD_hook fails at iteration start_powerSGD_iter: it passes a 2-D matrix to a "
+            "function that needs 3-D tensors. Use lockstep.engines.ddp.hooks.power_sgd with PowerSGDState(rank=...), "
+            "or torch's powerSGD_hook"
         )
 
 

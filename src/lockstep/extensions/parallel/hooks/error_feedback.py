@@ -72,8 +72,8 @@ class Memory:
             numbers = parameter.numel() * (2 if parameter.is_complex() else 1)
             if "error" in record and record["error"].numel() != numbers:
                 raise ValueError(
-                    f"the hook's state was saved with {record['error'].numel()} numbers at place {place} of bucket "
-                    f"{index}, which has {numbers} there now. {way}"
+                    f"the hook's state was saved with {record['error'].numel()} numbers for parameter {place} of "
+                    f"bucket {index}, but this parameter has {numbers} now. {way}"
                 )
         for parameter, record in zip(parameters, saved, strict=True):
             self._records[parameter] = {name: value.to(buffer.device) for name, value in record.items()}

@@ -298,8 +298,8 @@ def tensor_of(value: object, bucket: GradBucket, hook: object) -> Tensor:
         if fits and value.is_complex() == buffer.is_complex():
             return value.detach().reshape(-1)
     raise TypeError(
-        f"rank {comm.rank()}: the future of the communication hook {name_of(hook)} has {_describe(value)}. "
-        f"For bucket {bucket.index()} it must have {_describe(buffer)}, as in `{EXAMPLE}`"
+        f"rank {comm.rank()}: the future of the communication hook {name_of(hook)} contains {_describe(value)}. "
+        f"For bucket {bucket.index()} it must contain {_describe(buffer)}, as in `{EXAMPLE}`"
     )
 
 
