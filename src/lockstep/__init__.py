@@ -46,7 +46,7 @@ __all__ = listed(__name__, _FILES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name's file when it is first used."""
+    """Import the file that defines ``name`` when the name is first used."""
     # Modules live as long as the process. A full collection during their import would walk all of torch's objects,
     # which takes 60 to 100 ms and frees nothing.
     collects = gc.isenabled()

@@ -40,7 +40,7 @@ SHOWN = 40
 
 
 def checkpoint(words: Sequence[str]) -> int:
-    """Run ``lockstep checkpoint`` and return its exit code.
+    """Run ``lockstep checkpoint`` with the arguments ``words``, and return its exit code.
 
     Args:
         words: arguments that follow ``lockstep checkpoint``.
@@ -248,7 +248,7 @@ def _diff(both: list[dict[str, Any]], everything: bool, rtol: float, atol: float
 
 
 def _differences(one: Any, other: Any, name: str, rtol: float, atol: float) -> Iterator[str]:
-    """Yield a line for each key that only one of two nested values has, and for each value that differs."""
+    """Compare two nested values. Yield a line for each key that only one has, and for each value that differs."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in {**one, **other}:  # the first's order, then keys that only the second has
             inner = f"{name}.{key}" if name else str(key)

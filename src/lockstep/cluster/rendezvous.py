@@ -26,7 +26,7 @@ RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 def connect_ranks(
     world: World, timeout: timedelta, environ: Mapping[str, str] = os.environ, limit: timedelta = RENDEZVOUS_TIMEOUT
 ) -> dist.Store:
-    """Connect to rank 0's store, wait until all ranks have done so, and return the store for the process group.
+    """Connect to rank 0's store, wait until all ranks have connected, and return the store for the process group.
 
     Each attempt at a run uses its own prefix in the store. A rank left over from an earlier attempt, for instance on a
     node that was cut off, may reach the store, but does not find the new ranks in it. torchrun's agent keeps its store
@@ -97,7 +97,7 @@ def listen(address: str, port: int) -> int | None:
 
 
 def _await_listener(address: str, port: int, limit: timedelta) -> timedelta:
-    """Wait until a process listens at an address. Return the remaining part of ``limit``.
+    """Wait until a process listens at an address. Return the time that remains of ``limit``.
 
     Give up when 90 % of ``limit`` has passed.
 
@@ -162,7 +162,7 @@ LOOK = 1.0
 
 
 def _send_number(store: dist.Store, size: int, number: int, until: float) -> bool:
-    """On rank 0, send the attempt's number to all ranks; once all have confirmed it, signal that it is final.
+    """On rank 0, send the attempt's ``number`` to all ranks. When all have confirmed it, send the final signal.
 
     Return False if the ranks have not confirmed it in time.
     """
@@ -187,7 +187,7 @@ def _send_number(store: dist.Store, size: int, number: int, until: float) -> boo
 
 
 def _await(store: dist.Store, keys: list[str], until: float, seconds: float) -> bool:
-    """Wait at most ``seconds`` until the store has all of the keys. Return True if all keys appeared in time."""
+    """Wait for all keys to be in the store, for ``seconds`` and until ``until`` at most. Return True if they are."""
     try:
         store.wait(keys, timedelta(seconds=max(0.001, min(seconds, until - time.monotonic()))))
     except dist.DistStoreError:
@@ -227,5 +227,5 @@ def _explain(world: World, error: Exception, limit: timedelta, listens: bool) ->
 
 
 def _joined_count(text: str) -> str:
-    """Return the part of torch's message about how many ranks have connected."""
+    """Return the part of torch's message that contains the number of connected ranks."""
     return next((part.strip() for part in text.split(".") if "clients joined" in part), text)

@@ -44,7 +44,7 @@ def memory_stats(device: torch.device) -> dict[str, int]:
 
 
 def _bytes(device: torch.device, name: str, key: str) -> int | None:
-    """Call the function ``name`` of the device's module; if it does not exist, return an entry of `memory_stats`."""
+    """Return the result of the device module's function ``name``; without it, the entry ``key`` of `memory_stats`."""
     ask = None if device.type == "cpu" else getattr(device_module(device), name, None)
     return memory_stats(device).get(key) if ask is None else int(ask(device))
 
@@ -75,14 +75,14 @@ def memory_cached(device: torch.device) -> int:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Release the memory on devices of this kind that torch's allocator has reserved but that no tensor uses."""
+    """Release the unused memory that torch's allocator has cached, on all devices of the same kind."""
     give = None if device.type == "cpu" else getattr(device_module(device), "empty_cache", None)
     if give is not None:
         give()
 
 
 def memory_info(device: torch.device) -> tuple[int, int] | None:
-    """Return the free and the total bytes of an accelerator's memory as a tuple; None if unknown."""
+    """Return (free, total) bytes of an accelerator's memory. Return None if they are unknown."""
     if device.type == "cpu":
         return None
     module = device_module(device)

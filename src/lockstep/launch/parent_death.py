@@ -85,7 +85,7 @@ def _end_with_starter(prctl: Callable[..., int] | None, parent: int) -> None:
 
 
 def is_alive(process: int) -> bool:
-    """Return True if the process exists, also if it belongs to another user."""
+    """Return True if the process exists, even if it belongs to another user."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The processes of the ranks on this node. If one process fails, the other processes are ended."""
+"""Start and supervision of the ranks' processes on this node. If one process fails, the others are ended."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Ended:
 
 
 class RankProcesses:
-    """The ranks' processes on this node. It detects failures and ends the other ranks.
+    """Supervisor of the ranks' processes on this node. It detects failures and then ends the other ranks.
 
     A thread waits for each process, so that failures are detected within milliseconds and in order. Each process that
     is started here has a process group of its own.
@@ -130,7 +130,7 @@ class RankProcesses:
         folder: str | None = None,
         first: Callable[[], None] | None = None,
     ) -> None:
-        """Start a rank's process, with its standard input closed.
+        """Start a rank's process, with ``/dev/null`` as its standard input.
 
         Args:
             rank: the rank.
@@ -177,7 +177,7 @@ class RankProcesses:
         self._processes[rank] = process
 
     def watch(self) -> None:
-        """Start a watching thread for each process that has none yet."""
+        """Start a thread for each process that is not watched yet. The thread handles the end of the process."""
         for rank, process in list(self._processes.items()):
             if rank not in self._watchers:
                 self.memory_kills.add(process.pid)
@@ -188,19 +188,19 @@ class RankProcesses:
 
     @property
     def failed(self) -> list[Ended]:
-        """Records of the processes that failed by themselves, in the order of time."""
+        """Records of the processes that failed by themselves, in the order in which they failed."""
         with self._lock:
             return list(self._failed)
 
     @property
     def ended(self) -> dict[int, float]:
-        """The time of the end of each rank that ended successfully, on the clock of ``time.monotonic``."""
+        """Time at which each successful rank ended, by rank, on the clock of ``time.monotonic``."""
         with self._lock:
             return dict(self._ended)
 
     @property
     def running(self) -> list[int]:
-        """The ranks whose processes run and whose scripts have not reported their end."""
+        """Ranks that are still running: neither the process nor its script has ended."""
         with self._lock:
             return [rank for rank in self._processes if rank not in self._gone]
 
@@ -302,7 +302,7 @@ class RankProcesses:
         self._on_failure()
 
     def _failed_since(self, rank: int, at: float) -> float:
-        """Return the time of a rank's reported failure; 0 if there is none since `GRACE` seconds before ``at``."""
+        """Return the time at which a rank reported a failure; 0 if none later than `GRACE` seconds before ``at``."""
         failed_at = self._failed_at(rank)
         return failed_at if failed_at is not None and failed_at > at - GRACE else 0.0
 
@@ -333,7 +333,7 @@ class RankProcesses:
 
 
 class _Started:
-    """A child of this process that `RankProcesses` watches."""
+    """Handle of a rank's process that is a child of this process."""
 
     stops = True
 
@@ -346,7 +346,7 @@ class _Started:
         self._buried = False
 
     def end(self) -> int:
-        """Wait for the process to end, and return the exit code. The process id is not reused before :meth:`close`."""
+        """Wait for the process to end, and return its exit code. Its id cannot be reused before :meth:`close`."""
         code = None
         if hasattr(os, "waitid"):  # not on macOS
             with contextlib.suppress(ChildProcessError):
@@ -382,7 +382,7 @@ class _Started:
 
 
 class Foreign:
-    """A process that another process has started and that `RankProcesses` watches. Its exit code may be unknown.
+    """Handle of a rank's process that another process has started. Its exit code may be unknown.
 
     Args:
         pid: process id.
@@ -406,7 +406,7 @@ class Foreign:
             self._descriptor = os.pidfd_open(pid)
 
     def end(self) -> int | None:
-        """Wait for the process to end, and return the exit code as ``Popen`` does, or None if unknown."""
+        """Wait for the process to end. Return the exit code (negative for a signal), or None if it is unknown."""
         self.wait()
         return self._code
 
@@ -443,7 +443,7 @@ class Foreign:
         """Do nothing, because another process manages the group."""
 
     def close(self) -> None:
-        """Close the descriptor that refers to the process."""
+        """Close the file descriptor (pidfd) of the process."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -453,7 +453,7 @@ class Foreign:
 
 
 def stat_of(process: int | str) -> list[str]:
-    """Return the fields of ``/proc/<process>/stat``, starting with the state. Pass ``"7/task/8"`` for a thread.
+    """Return the fields of ``/proc/<process>/stat``, from the state on. ``"7/task/8"`` is thread 8 of process 7.
 
     Raises:
         OSError: there is no such process, or the system has no /proc.

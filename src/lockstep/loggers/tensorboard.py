@@ -75,7 +75,7 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def sub_dir(self) -> str | None:
-        """Subfolder for the files of TensorBoard, or None."""
+        """Value of the argument ``sub_dir``: subfolder for TensorBoard's files, or None."""
         return self._sub_dir
 
     @property
@@ -85,7 +85,7 @@ class TensorBoardLogger(FolderLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The ``SummaryWriter``; on ranks other than 0 an object that accepts any call."""
+        """The ``SummaryWriter`` of rank 0. Other ranks get an object that accepts and ignores any call."""
         if self._experiment is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -146,7 +146,7 @@ class TensorBoardLogger(FolderLogger):
 
     @rank_zero_only
     def log_graph(self, model: Module, input_array: Tensor | tuple[Any, ...] | None = None) -> None:
-        """Record the model's graph if ``log_graph=True`` was passed to the logger; warn without an example input.
+        """Record the model's graph if the logger was created with ``log_graph=True``. Warn without an example input.
 
         Args:
             model: module to trace.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class _Flag:
-    """Descriptor for a Trainer flag that Lightning's fit loop has as an attribute. Users may assign it."""
+    """Descriptor that makes a Trainer flag readable and assignable as an attribute of the fit loop."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -34,7 +34,7 @@ class FitNames:
 
     @property
     def progress(self) -> Progress:
-        """Counters of the fit."""
+        """Counters of the fit's batches, accumulation windows and optimizer steps."""
         return self.session.fit.progress
 
     @property
@@ -49,7 +49,7 @@ class FitNames:
 
     @property
     def total_batch_idx(self) -> int:
-        """:attr:`batch_idx`, counted over all epochs."""
+        """Index of the last training batch that has started, counted over all epochs."""
         return self.progress.total_batches - self.progress.batch + self.batch_idx
 
     @property
@@ -69,7 +69,7 @@ class FitNames:
 
     @property
     def epoch_progress(self) -> Inner:
-        """Stand-in for Lightning's ``fit_loop.epoch_progress``."""
+        """Stand-in for Lightning's ``fit_loop.epoch_progress``, with the attribute ``current.completed`` alone."""
         name = "trainer.fit_loop.epoch_progress"
         counts = {"completed": lambda: self.current_epoch}
         return Inner(name, {"current": lambda: Inner(f"{name}.current", counts)})

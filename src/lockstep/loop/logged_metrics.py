@@ -1,4 +1,4 @@
-"""LoggedMetrics: ``trainer.callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics``."""
+"""Storage of the Trainer's dicts ``callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVERYBODY = ("callback", *NOT_FOR_CALLBACKS)
 
 
 class LoggedMetrics:
-    """Stores ``trainer.callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics``."""
+    """Storage of the Trainer's dicts ``callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics``."""
 
     def __init__(self) -> None:
         self.callback: dict[str, Tensor] = {}
@@ -24,14 +24,14 @@ class LoggedMetrics:
         self._before: dict[str, Tensor | None] = {}  # values in ``callback`` that :meth:`preview` has replaced
 
     def preview(self, values: list[tuple[Entry, str, Tensor]], to: Sequence[str] = EVERYBODY) -> None:
-        """Publish this rank's values, which later reductions over the ranks will replace."""
+        """Publish this rank's unreduced values, until a reduction over the ranks replaces them."""
         for entry, name, _ in values if "callback" in to else ():
             for shown in (name, entry.name):
                 self._before.setdefault(shown, self.callback.get(shown))
         self.publish(values, reduced=False, to=to)
 
     def reduced(self) -> dict[str, Tensor]:
-        """Return a copy of ``callback``, with the reduced values from before :meth:`preview` replaced some of them."""
+        """Return a copy of ``callback`` in which the last reduced values replace those from :meth:`preview`."""
         found: dict[str, Tensor | None] = {**self.callback, **self._before}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -65,7 +65,7 @@ class LoggedMetrics:
         return for_loggers
 
     def note_measured(self, values: list[tuple[Entry, str, Tensor]], step: int) -> None:
-        """Record the optimizer step after which a whole validation or training epoch produced these values."""
+        """Record ``step``, the optimizer step at the end of the validation or epoch that produced the values."""
         for entry, name, _ in values:
             self.measured[name] = self.measured[entry.name] = step
 

@@ -1,4 +1,4 @@
-"""One accumulation window of a fit: its micro-batches with forward and backward, and the update.
+"""Runners of a fit's accumulation windows: forward and backward of each micro-batch, and the update.
 
 Once per fit, `FitLoop.make_step` chooses the class that runs accumulation windows: `Automatic`, `ByClosure`
 (`loop/closures.py`), `Manual` or `Ahead`. The method ``window`` of each class runs a whole window. The base class
@@ -74,7 +74,7 @@ class TrainingBatch(NamedTuple):
 
 
 class Step:
-    """Base class of the classes that run accumulation windows.
+    """Base class of the runners of accumulation windows. A subclass defines :meth:`window`.
 
     If this rank has no samples of a micro-batch, batch hooks and ``training_step`` do not run. Hooks of the update run
     on every rank.
@@ -119,7 +119,7 @@ class Step:
         self._table = self._results.table
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Run one accumulation window; yield once for each micro-batch, after its hooks.
+        """Run one accumulation window. Yield after the hooks of each micro-batch.
 
         Args:
             window: the micro-batches.
@@ -128,7 +128,7 @@ class Step:
         raise NotImplementedError
 
     def continue_after(self, batch: int, accumulate: int) -> None:
-        """Prepare for a resume after micro-batch ``batch`` of the epoch."""
+        """Prepare to resume an epoch of which ``batch`` micro-batches have run."""
 
     def take_step(self) -> None:
         """Read the module's ``training_step``, which a hook may have replaced since the last epoch."""
@@ -140,7 +140,9 @@ class Step:
     # -- a micro-batch starts ------------------------------------------------------------------------------
 
     def micro_batches(self, window: Window, batch_idx: int) -> Iterator[TrainingBatch]:
-        """Yield the micro-batches of a window after their ``on_train_batch_start``; stop if the user ends the epoch."""
+        """Call ``on_train_batch_start`` for each micro-batch of a window, then yield it. Stop if the hook ends an
+        epoch.
+        """
         strategy, progress, last, absent = self._strategy, self._progress, window.size - 1, window.absent
         local = strategy.copies.local_steps
         if last and not window.num_done:  # a window of one batch has no middle from which a resume could continue
@@ -333,7 +335,7 @@ class Step:
     # -- it ends -------------------------------------------------------------------------------------------
 
     def end(self, outputs: object, micro_batch: TrainingBatch, done: int = 1) -> None:
-        """Count a micro-batch and call ``on_train_batch_end``.
+        """Count a finished micro-batch, and call ``on_train_batch_end``.
 
         Args:
             outputs: first argument of ``on_train_batch_end``.
@@ -362,7 +364,7 @@ class Step:
 
 
 class Automatic(Step):
-    """Automatic optimization: forward and backward of each micro-batch, and the update after the last.
+    """Runner of windows in automatic optimization: forward and backward of each micro-batch, then one update.
 
     The order of a window of two micro-batches, as users' hooks see it (Lightning's)::
 
@@ -377,7 +379,7 @@ class Automatic(Step):
     """
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Run one accumulation window; yield once for each micro-batch, after its hooks."""
+        """Run one accumulation window. Yield after the hooks of each micro-batch."""
         update = self.update
         steps = self.shared or bool(window.num_done)  # False if the loader gave None for every batch
         for micro_batch in self.micro_batches(window, batch_idx):
@@ -480,13 +482,13 @@ class Automatic(Step):
 
 
 class Manual(Step):
-    """Manual optimization: accumulation windows of one batch, whose ``training_step`` also updates the parameters.
+    """Runner of windows in manual optimization: each has one batch, and ``training_step`` updates the parameters.
 
     ``training_step`` therefore runs on every rank, on a padding batch if the rank has no samples (`loop/padding.py`).
     """
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Run one accumulation window, which has one batch; yield once, after the batch's hooks."""
+        """Run one accumulation window, which has a single batch. Yield once, after the batch's hooks."""
         strategy = self._strategy
         for micro_batch in self.micro_batches(window, batch_idx):
             batch, weight, share = micro_batch.batch, micro_batch.weight, micro_batch.share
@@ -511,7 +513,7 @@ class Manual(Step):
 
 
 class StepParts:
-    """Merges values logged with ``on_step=True`` if an engine splits each micro-batch into parts.
+    """Recorder that merges values logged with ``on_step=True``, for engines that split micro-batches into parts.
 
     Values logged with ``on_epoch=True`` are not merged here, because they add up over the parts.
 
@@ -524,7 +526,7 @@ class StepParts:
         self._kept: dict[int, dict[str, tuple[Entry, Any, float]]] = {}  # micro-batch -> name -> entry, value, weight
 
     def keep(self) -> None:
-        """Store the on_step values of a finished part."""
+        """Store the values that a finished part of a micro-batch has logged with ``on_step=True``."""
         results = self._results
         kept = self._kept.setdefault(results.micro_batch, {})
         for name, entry in (results.table or {}).items():
@@ -544,7 +546,7 @@ class StepParts:
             entry.last, entry.last_weight, entry.step_fresh = value, weight, results.micro_batch
 
     def show_newest(self) -> int:
-        """Log for each name the value from the newest micro-batch; return the newest micro-batch's number."""
+        """Log each metric's newest merged value. Return the number of the newest micro-batch."""
         newest = self._results.micro_batch
         for number in sorted(self._kept):
             newest = max(newest, number)
@@ -554,7 +556,7 @@ class StepParts:
 
 
 class Ahead(Step):
-    """Runs accumulation windows through the engine's own method; all batches are read before the first forward.
+    """Runner of windows by the engine's own method. It reads all batches of a window before the first forward.
 
     Hooks of the batches run before and after the window; ``on_after_backward`` runs once.
 
@@ -584,7 +586,7 @@ class Ahead(Step):
             )
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Run one accumulation window; yield once for each micro-batch, after its hooks."""
+        """Run one accumulation window. Yield after the hooks of each micro-batch."""
         results, update = self._results, self.update
         self.at_once = window.size
         started = [(micro_batch, results.micro_batch) for micro_batch in self.micro_batches(window, batch_idx)]
@@ -637,7 +639,7 @@ class Ahead(Step):
     def _scaled_loss(
         self, share: float, losses: dict[int, Tensor], number: int, output: object, part: float = 1.0
     ) -> Tensor | None:
-        """Return the scaled loss in the result of ``training_step`` for a micro-batch or a part of it."""
+        """Return the loss of a micro-batch or of its part, multiplied by its factor and by the loss scale, if any."""
         loss, factor = self.read_loss(output, share_of(share, part))
         if loss is None:
             return None
@@ -649,12 +651,12 @@ class Ahead(Step):
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def continue_after(self, batch: int, accumulate: int) -> None:
-        """Set :attr:`at_once` for a resume after micro-batch ``batch`` of the epoch."""
+        """Set :attr:`at_once` to resume an epoch of which ``batch`` micro-batches have run."""
         self.at_once = (batch - 1) % accumulate + 1
 
 
 def _shown_by_hand(output: object) -> dict[str, Any]:
-    """Return the outputs for ``on_train_batch_end`` in manual optimization.
+    """Convert a result of ``training_step`` in manual optimization to the ``outputs`` of ``on_train_batch_end``.
 
     Raises:
         MisconfigurationException: ``output`` is not a tensor, a dict or None.
@@ -672,12 +674,12 @@ def _shown_by_hand(output: object) -> dict[str, Any]:
 
 
 def _detached(output: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a step's output with detached tensors."""
+    """Return a copy of a step's output dict in which all tensors are detached."""
     return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
 
 
 def has_uneven_targets(batch: object) -> bool:
-    """Return True if samples in a batch may have different numbers of "labels" other than -100.
+    """Return True if samples of a batch may differ in their number of labels, not counting "labels" of -100.
 
     A mean over all labels is then not a mean over the samples. Waits for the device of the labels.
     """

@@ -1,1 +1,1 @@
-"""Classes for the values of ``Trainer(precision=...)``."""
+"""Precision plugins, which implement the values of ``Trainer(precision=...)``."""

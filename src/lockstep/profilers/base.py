@@ -72,7 +72,7 @@ class Profiler(ABC):
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """Measure a ``with`` block as an action.
+        """Measure the code of a ``with`` block as the action ``action_name``.
 
         Args:
             action_name: name of the action in the report.

@@ -13,7 +13,7 @@ __all__ = listed(__name__, {})
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name's file when it is first used."""
+    """Import the file that defines ``name`` when the name is first used."""
     return late(__name__, {}, name)
 
 

@@ -43,7 +43,7 @@ __all__ = sorted(_FILES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a tool's file when its name is first used."""
+    """Import the file that defines ``name`` when the name is first used."""
     return late(__name__, _FILES, name)
 
 

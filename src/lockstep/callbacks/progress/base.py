@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """A counter of finished batches and elapsed seconds in one loop.
+    """Counter of a loop's finished batches and elapsed seconds. It also decides when a bar is redrawn.
 
     Args:
         every: draw only at every n-th batch (and at the last).
@@ -124,7 +124,7 @@ def speed(rate: float) -> str:
 
 
 class ProgressBar(Callback):
-    """Base class of progress bars, with a run's totals, descriptions and metrics for a subclass to draw.
+    """Base class of progress bars. It computes the totals, labels and metrics that a subclass draws.
 
     Only rank 0 draws: the other ranks are disabled in :meth:`setup`, so a subclass that overrides it must call
     ``super()``.
@@ -274,12 +274,12 @@ class ProgressBar(Callback):
         return before != dataloader_idx
 
     def reset_dataloader_idx_tracker(self) -> None:
-        """Reset the index that :meth:`has_dataloader_changed` compares, at the end of an evaluation."""
+        """Clear the loader index that :meth:`has_dataloader_changed` compares with, at the end of an evaluation."""
         self._current_eval_dataloader_idx = None
 
 
 class PlainProgressBar(ProgressBar):
-    """Progress bar that writes a line to stderr at the end of an epoch, with a minimum interval between lines.
+    """Progress bar that writes a line to stderr at the end of an epoch, at most one line per ``interval``.
 
     It is the default of a Trainer if stdout is not a terminal. The last epoch always gets its line, so a short
     run writes exactly one::
@@ -316,7 +316,7 @@ class PlainProgressBar(ProgressBar):
             self._write(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the line for the last epoch, if it has not been written."""
+        """Write the line for the last epoch, unless that line has been written."""
         if self._written != self._epoch:
             self._write(trainer, pl_module)
 
@@ -378,7 +378,7 @@ class DrawnProgressBar(ProgressBar):
         self._draws = self.is_enabled
 
     def _open(self, what: str) -> None:
-        """Prepare bars for the loop ``what``, also if drawing is disabled.
+        """Prepare the bars for the loop ``what``, even if drawing is disabled.
 
         Args:
             what: ``"train"``, ``"sanity_check"``, ``"validation"``, ``"test"`` or ``"predict"``.
@@ -407,7 +407,7 @@ class DrawnProgressBar(ProgressBar):
             self._begin_epoch(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restart the bar for the epoch."""
+        """Restart the training bar for the new epoch."""
         if self._draws and self._leave and self._train_meter.done:
             self._close()
             self._open("train")
@@ -507,7 +507,7 @@ def _evaluation(trainer: Trainer) -> str:
 
 
 def _passes(trainer: Trainer) -> list[int | float]:
-    """Return the number of batches of each loader in the current evaluation, or in the fit's validation.
+    """Return a list with each loader's number of batches, for the current evaluation or the fit's validation.
 
     There is a single number if the loaders are combined into one.
     """
@@ -524,7 +524,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def in_notebook() -> bool:
-    """Return True in a Jupyter notebook, which shows bars although it is not a terminal."""
+    """Return True if this process runs in a Jupyter notebook, which can show bars without a terminal."""
     return "ipykernel" in sys.modules
 
 

@@ -1,4 +1,4 @@
-"""Base class of strategies that partition a model, whose ranks run all forwards and backwards together."""
+"""Base class of strategies that shard a model. All ranks run each forward and backward together."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ LAID_END_TO_END = (
 
 
 class ShardedStrategy(RankedStrategy):
-    """Base class of strategies with one process per device, each with a part of the model's states.
+    """Base class of strategies with one process per device, each of which stores a part of the model's states.
 
     A subclass implements :meth:`_through`, :meth:`setup_module` (which calls :meth:`_watch`), and
     :meth:`setup_optimizers` (which calls ``copies.synchronize_norms``).
@@ -88,7 +88,7 @@ class ShardedStrategy(RankedStrategy):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Let all ranks together create a module that is too large for one rank, in ``configure_model``. Collective.
+        """Context for ``configure_model`` in which the ranks together create a module too large for one. Collective.
 
         The caller runs ``configure_model`` inside the block. All ranks use rank 0's random numbers.
         """
@@ -182,7 +182,7 @@ class ShardedStrategy(RankedStrategy):
     # -- one window
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Run a step method; layers are gathered when the forward reaches them.
+        """Run a step method. A layer's parameters are gathered when the forward reaches the layer.
 
         Raises:
             MisconfigurationException: a parameter or buffer was added to the module after it was sharded.
@@ -277,7 +277,7 @@ def update_one_by_one(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Non
 
 
 def bring_states(module: nn.Module, device: torch.device) -> None:
-    """Move states of layers, other than parameters and buffers, to the device.
+    """Move states of layers that are neither parameters nor buffers to the device.
 
     Only layers that define ``_apply`` and have no parameters, such as torchmetrics' objects, have such states.
     """

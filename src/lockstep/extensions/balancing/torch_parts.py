@@ -1,4 +1,4 @@
-"""The private parts of torch that this extension uses."""
+"""List of the private parts of torch that the extension ``balancing`` uses."""
 
 from lockstep.ground.torch_support import Part
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine (ZeRO stages 1 to 3) with the Trainer's accumulation windows, data and checkpoints."""
+"""Strategy that trains with DeepSpeed's engine, ZeRO stages 1 to 3."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._call = ExitStack()  # contexts that last for one call of fit, validate, test or predict
 
     def _select_writer(self, checkpoint_format: str, async_save: bool) -> None:
-        """Select the writer of checkpoints."""
+        """Select the checkpoint writer for the arguments ``checkpoint_format`` and ``async_save``."""
         self._format = checkpoint_format
         if checkpoint_format not in FORMATS:
             raise MisconfigurationException(
@@ -252,7 +252,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         super().connect(world, device, precision)
 
     def setup_environment(self) -> None:
-        """Join the other ranks, and import DeepSpeed.
+        """Join the process group of the ranks, and import DeepSpeed.
 
         Raises:
             MisconfigurationException: the config has an unknown key, or a disk is to be used and libaio is missing.
@@ -340,7 +340,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return next((dtype for block, dtype in blocks.items() if block in self._config), None)
 
     def _engine_config(self) -> dict[str, Any]:
-        """Return the user's config for the engine: without its optimizer, and with defaults for required settings."""
+        """Return the engine's config: the user's without the optimizer, with defaults for required settings."""
         made = {key: dict(value) if isinstance(value, dict) else value for key, value in self._config.items()}
         made.pop("optimizer", None)
         self._config_sizes = settings.take_batch_sizes(made)
@@ -552,7 +552,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return {**held, **self._zero.held()}
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yield the name, float32 value and gradient of each parameter, gathered one by one. Collective."""
+        """Yield (name, float32 value, gradient) for each parameter, gathered one by one. Collective."""
         if self._zero is not None:
             self._zero.copy_changes()
         for name, parameter in self.named_parameters().items():
@@ -575,7 +575,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return value
 
     def _for_checkpoint(self, value: Tensor) -> Tensor:
-        """Return the shard for a sharded checkpoint, or the full tensor for a checkpoint that rank 0 writes."""
+        """Return the shard ``value`` for a sharded checkpoint, or gather the full tensor, which rank 0 writes."""
         if self.saves_shards:
             return value
         # gathered one by one, and only rank 0 keeps the result, in CPU memory
@@ -631,7 +631,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return place
 
     def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint. Log a line if the checkpoint is an engine's folder from a different number of ranks."""
+        """Load a checkpoint. Log a message if it is an engine's folder from a different number of ranks."""
         found = super().load_checkpoint(filepath, weights_only)
         if is_engines(filepath) and deepspeed_folder.count_ranks(filepath) != self.world.size:
             rank_zero_info(

@@ -31,7 +31,7 @@ from lockstep.trainer import FLAGS
 
 
 def migrate(words: Sequence[str]) -> int:
-    """Run ``lockstep migrate`` and return its exit code.
+    """Run ``lockstep migrate`` with the arguments ``words``, and return its exit code.
 
     Args:
         words: arguments after ``lockstep migrate``.

@@ -1,4 +1,4 @@
-"""Journal file of an Optuna study; each write reads its lines back and checks them.
+"""Journal file of an Optuna study. Each write is checked by reading the written lines back.
 
 A line is an operation, and trials are numbered by the lines before them. A partial line, left by a killed writer or a
 network file system, must be removed: the next line would be appended to it.
@@ -25,7 +25,7 @@ TRIES = 3
 
 
 class CorruptJournal(RuntimeError):
-    """Error raised because a line in a study's journal is not a complete operation."""
+    """Error raised if a line of a study's journal is damaged."""
 
 
 class StudyJournal(JournalFileBackend):
@@ -52,7 +52,7 @@ class StudyJournal(JournalFileBackend):
             append(self._path, data)
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
-        """Yield the operations starting with number ``log_number_from``, without an unfinished last line.
+        """Yield the operations from number ``log_number_from`` on, except an incomplete last line.
 
         Raises:
             CorruptJournal: a line is not an operation; the message has its number.
@@ -134,7 +134,7 @@ def _write(file: int, data: bytes) -> None:
 
 
 def _remove_partial_line(file: int, path: str) -> int:
-    """Remove a partial last line and return the new size."""
+    """Remove an incomplete last line from the file, and return the file's size."""
     size = os.fstat(file).st_size
     end = size
     while end and (block := os.pread(file, min(end, 4096), end - min(end, 4096))).rfind(b"\n") < 0:

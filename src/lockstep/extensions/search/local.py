@@ -1,4 +1,4 @@
-"""Execution of a search's trials on this machine: several at a time, each in a process with its devices."""
+"""Execution of a search's trials on this machine: several at a time, each in its own process and devices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GRACE = 5.0
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """Result of a trial.
+    """Result of a trial: its state, hyperparameters, value, metrics and error.
 
     Attributes:
         number: number of the trial.
@@ -53,7 +53,7 @@ class TrialOutcome:
 
 @dataclass(frozen=True)
 class Trials:
-    """The trials of a search, and the settings with which they run on this machine.
+    """Arguments of :func:`run`: the trials of a search, and the settings with which they run on this machine.
 
     Attributes:
         folder: folder of the search.
@@ -163,7 +163,7 @@ def _write_call(call: object, folder: Path) -> None:
 
 
 def _to_run(trials: Trials, outcomes: dict[int, TrialOutcome]) -> Iterator[TrialFolder]:
-    """Yield the trials that have not completed, after writing each trial's values.
+    """Write each trial's values to its folder, and yield the trials that still have to run.
 
     The outcomes of completed trials are added to ``outcomes``.
     """
@@ -212,7 +212,7 @@ class _Process:
             self._process.send_signal(number)
 
     def outcome(self, trials: Trials) -> TrialOutcome:
-        """Return the trial's outcome; record the trial as failed if it has not reported its end."""
+        """Return the trial's outcome. Record a failure if the process has not reported the end of the trial."""
         last, code = read_events(self.trial.events()).last, self._process.returncode
         if last is None or last.end is None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -237,7 +237,7 @@ def _outcome(trial: TrialFolder, trials: Trials) -> TrialOutcome:
 
 
 def _end(processes: Sequence[_Process]) -> None:
-    """End running processes by SIGTERM, and by SIGKILL those that still run after `GRACE` seconds."""
+    """Send SIGTERM to running processes, and SIGKILL to those that still run after `GRACE` seconds."""
     for process in processes:
         process.signal(signal.SIGTERM)
     until = time.monotonic() + GRACE

@@ -82,14 +82,14 @@ class FileLock:
             os.unlink(self.link)
 
     def _holder(self) -> tuple[str, float] | None:
-        """Return the identity of the lock's holder and the time when it took the lock; None if the lock is free."""
+        """Return (identity of the holder, time when it took the lock). Return None if the lock is free."""
         try:
             return os.readlink(self.link), os.lstat(self.link).st_mtime
         except FileNotFoundError:
             return None
 
     def _break(self, stale: tuple[str, float]) -> None:
-        """Remove the lock of a dead process, unless another process has taken the lock meanwhile."""
+        """Remove the lock of the dead process ``stale``, unless another process has taken the lock meanwhile."""
         with open(self._path, "rb") as file:
             # Only one process at a time compares and removes. File systems without flock lose that protection.
             with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ class FileLock:
 
 @contextlib.contextmanager
 def holding(lock: FileLock) -> Iterator[None]:
-    """Hold a lock within a context."""
+    """Acquire a lock on entry to the context, and release it on exit."""
     lock.acquire()
     try:
         yield

@@ -38,7 +38,7 @@ Retry = Callable[[str], bool]
 
 
 class Causes:
-    """Search for the cause of a difference between ranks and one process.
+    """Finder of the cause of the first difference between the run on ranks and the run of one process.
 
     Args:
         difference: the first difference.
@@ -72,7 +72,7 @@ class Causes:
 
     @property
     def step(self) -> Event:
-        """Rank 0's event of the optimizer step that differs."""
+        """Rank 0's recorded event of the optimizer step in which the runs differ."""
         return self.ranks.first.find("step", update=self.update)[0]
 
     def find(self) -> Reason | None:
@@ -187,7 +187,7 @@ class Causes:
         return Reason(f"{what} not averaged over the ranks", where, proof)
 
     def _explain_factor(self, parts: Parts, factor: float) -> Reason | None:
-        """Explain gradients that are the mean over ranks times a factor, which is equal on all ranks."""
+        """Explain gradients that are the mean over ranks times ``factor``, which is the same on all ranks."""
         own = self._shares_of_single(parts).constant()
         where = self._reducing_line()
         if own is None and _near(factor, self.size):
@@ -209,7 +209,8 @@ class Causes:
         return self._explain_norm(ratio, proof)
 
     def _explain_norm(self, ratio: float, proof: str) -> Reason:
-        """Explain gradients scaled by a wrong norm, or by a factor other than the world size or its inverse."""
+        """Explain gradients that are ``ratio`` times those of one process, in most cases due to a wrong clipping norm.
+        """
         root = math.sqrt(self.size)
         if math.isfinite(ratio) and self.ranks.is_sharded:
             is_root = ", the square root of the number of ranks" if _near(1 / ratio, root) else ""
@@ -306,7 +307,7 @@ class Causes:
         return Reason(text, where, proof)
 
     def _find_rank_read(self) -> Reason | None:
-        """Return a module's line that reads the rank, if the runs agree once every rank reads 0 at that line."""
+        """Return a `Reason` with a module's line that reads the rank, if the runs agree when all ranks read 0."""
         read = next(self.ranks.find("rank read"), None)
         if read is None or not self.retry("rank in modules"):
             return None
@@ -417,7 +418,7 @@ class Causes:
     # -- lines
 
     def _norm_line(self) -> str:
-        """Return the source line that all-reduces a norm after the backward, else that of the clipping or the step."""
+        """Return the source line that all-reduces a norm after the backward, or else the line that clips or steps."""
         events = self.ranks.first.find("collective", update=self.update)
         sums = [event for event in events if event["backwards"] and event["shape"] in _SCALARS]
         return _call_lines(sums[0]) if sums else self.clipping or str(self.step["where"])
@@ -437,7 +438,7 @@ def _is_part(value: Value, whole: Tensor | None) -> bool:
 
 
 def gradient_factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
-    """Return the factor between the first and second tensors of all pairs, or None if they are not proportional."""
+    """Return the number f with a = f * b for all ``pairs`` (a, b) of tensors. Return None if there is none."""
     top = sum((a.double() * b.double()).sum().item() for a, b in pairs)
     bottom = sum(b.double().square().sum().item() for _, b in pairs)
     if not bottom:

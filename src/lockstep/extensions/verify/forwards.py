@@ -1,4 +1,4 @@
-"""Observer of calls of modules, of wrappers that synchronize modules, of reads of the rank, and of backwards."""
+"""Recorder of forwards and backwards, of reads of the rank in modules, and of data-parallel wrappers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAX_FORWARDS = 64
 
 
 class Forwards:
-    """Observer of calls of modules, and of wrappers that synchronize modules.
+    """Recorder of forwards and backwards, of reads of the rank in modules, and of data-parallel wrappers.
 
     Args:
         watch: state that this process's observers share.
@@ -55,7 +55,7 @@ class Forwards:
         self._in_backward = False
 
     def install(self) -> None:
-        """Register the hooks, and replace torch's functions."""
+        """Start to observe: register module hooks, and wrap functions of torch."""
         # torch's annotation has no hook that returns other arguments, which hooks may do
         hooks.register_module_forward_pre_hook(self._before)  # type: ignore[arg-type]
         # the same for the output; always, so that a failed forward leaves the depth right
@@ -157,7 +157,7 @@ class Forwards:
         patch(Join, "__init__", init)
 
     def watch_sharded(self, module: ModuleType) -> None:
-        """Record that `torch.distributed.fsdp` shards a model, and track if gradients of shards are synchronized."""
+        """Wrap functions of ``module``, `torch.distributed.fsdp`, to record sharding and gradient synchronization."""
         original = module.FSDPModule.set_requires_gradient_sync
 
         @functools.wraps(original)
@@ -212,7 +212,7 @@ class Forwards:
         patch(os._Environ, "__getitem__", getitem_recorded)
 
     def _is_read_in_module(self, frame: FrameType) -> bool:
-        """Return True, and record the line, if the code in ``frame`` reads the rank within a module."""
+        """Return True if the code in ``frame`` reads the rank within a module. Record the line that reads the rank."""
         within = "a module's call" if self.watch.depth else ""
         caller: FrameType | None = frame
         # a few frames up: a module's method may call a function that reads the rank
@@ -279,7 +279,7 @@ class Forwards:
     # -- names
 
     def names(self) -> dict[int, str]:
-        """Return parameter names by the parameter's id, without the prefixes that wrappers add."""
+        """Return a dict from the id of each parameter to its name, without the prefixes that wrappers add."""
         found: dict[int, str] = {}
         models = list(filter(_has_parameters, self.roots))
         # the largest first: a part that is also called by itself keeps its name within the whole
@@ -303,7 +303,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _divisor(loss: Tensor) -> float | None:
-    """Return the number that divides a loss in its last operation, or None if there is none."""
+    """Return d if the last operation of a loss divides by d or multiplies by 1/d. Return None for other operations."""
     node = loss.grad_fn
     name = type(node).__name__
     if name == "DivBackward0":
@@ -316,5 +316,5 @@ def _divisor(loss: Tensor) -> float | None:
 
 
 def _number(value: Tensor | None) -> float | None:
-    """Return the value of a one-element tensor, or None for anything else."""
+    """Return a one-element tensor as a float. Return None for any other argument."""
     return float(value) if value is not None and value.numel() == 1 else None

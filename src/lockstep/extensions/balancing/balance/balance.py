@@ -119,7 +119,7 @@ def measure(session: Session, step: Step, validation: EvaluationLoop, listeners:
 
 
 class Balance:
-    """Periodic exchange of the ranks' step times, which are passed to callbacks and used to adjust shares.
+    """Controller that exchanges the ranks' step times, passes them to callbacks, and adjusts shares of samples.
 
     All ranks read the same numbers and make the same decision.
 
@@ -161,7 +161,7 @@ class Balance:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Time the fit's steps while the context is active."""
+        """Time the fit's steps within the context."""
         try:
             with self._times.attached(self._session.strategy, self._step, self._validation):
                 yield

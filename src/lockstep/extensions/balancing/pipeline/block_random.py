@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class BlockRandom:
-    """Random generator states for a pipeline's blocks, by position in the pipeline and by device.
+    """Storage of random generator states: separate ones for each position in a pipeline, and for each device.
 
     Code outside the chain uses the process's own generators: the first and the last stage run the same code, and must
     get the same numbers.
@@ -36,7 +36,7 @@ class BlockRandom:
 
     @contextmanager
     def at(self, place: int) -> Iterator[None]:
-        """Switch to the generator states of one position in the pipeline while the context is active."""
+        """Use the generator states of position ``place`` in the pipeline within the context."""
         devices = self._devices[place]
         outside = [_state(device) for device in devices]
         _set(devices, self._states[place])

@@ -1,4 +1,4 @@
-"""Division of a batch into micro-batches of equal size; the last one is padded with repeated samples."""
+"""Division of a batch into micro-batches of equal size. The last one is padded with copies of its last sample."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CANNOT_BE_CUT = (
 
 @dataclass(frozen=True)
 class BatchPart:
-    """A micro-batch of a pipeline.
+    """A micro-batch of a pipeline, without and with padding to the size of the other micro-batches.
 
     Attributes:
         batch: its samples.

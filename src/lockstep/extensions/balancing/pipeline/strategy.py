@@ -296,11 +296,11 @@ class BalancedStrategy(RankedStrategy):
         chain.attach()
 
     def _places(self) -> dict[int, torch.device]:
-        """Return the devices of this process by their positions in the pipeline."""
+        """Return a dict from positions in the pipeline to the devices of this process at these positions."""
         return dict(enumerate(self.devices)) if self.drives_all_devices else {comm.rank(self.members): self.root_device}
 
     def _lay_out(self, counts: tuple[int, ...]) -> StagePlacement:
-        """Assign blocks to ranks and devices, and create the stages."""
+        """Assign the next ``counts[i]`` blocks to each stage i, and create the stages on their ranks and devices."""
         assert self._chain is not None
         layout, places = Layout(counts, self._size(self.world)), self._places()
         placement = StagePlacement(self._chain, layout, places)
@@ -326,7 +326,7 @@ class BalancedStrategy(RankedStrategy):
         return placement
 
     def _refuse_torn(self, chain: Chain, placement: StagePlacement) -> None:
-        """Raise an error if one process would have a tensor on two devices, now or after a change of the split."""
+        """Raise an error if one process would need a tensor on two devices, now or after a change of the split."""
         torn, moves = find_torn(self.module, placement.device_of), self._split_argument == "measured"
         if torn is not None:
             one, other = (str(placement.device_of(name)) for name in torn)
@@ -399,7 +399,7 @@ class BalancedStrategy(RankedStrategy):
     # -- one window
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Run a step of an evaluation through all stages. All ranks return the output of ``predict_step``."""
+        """Run a step of an evaluation through all stages. The output of ``predict_step`` is sent to all ranks."""
         assert self._stages is not None
         output = self._stages.evaluate(partial(fn, *args))
         if getattr(fn, "__name__", "") == "predict_step":
@@ -517,7 +517,7 @@ class BalancedStrategy(RankedStrategy):
         return comm.all_reduce(took, "max").item()
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> Tensor | None:
-        """Clip the gradient of the full model. Collective."""
+        """Clip gradients by value, or by the norm of the full model's gradient. Collective."""
         assert self._owned is not None
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if algorithm == "norm":
@@ -535,7 +535,7 @@ class BalancedStrategy(RankedStrategy):
     # -- state
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yield name, full value and full gradient of each parameter. Collective."""
+        """Yield (name, full value, full gradient) for each parameter. Collective."""
         return self._parts.whole_parameters()
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:

@@ -128,7 +128,7 @@ class WholeModule:
         comm.broadcast_tensors([named[name] for name in self.owned.outside_buffers], 0, self.pipeline)
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yield name, full value and full gradient of each parameter, on the first device. Collective."""
+        """Yield (name, full value, full gradient) for each parameter, on the first device. Collective."""
         named = {plain_name(name): p for name, p in self.module.named_parameters()}
         # one message for all: ranks must agree on the broadcasts below
         there = torch.tensor([float(p.grad is not None) for p in named.values()], device=self.device)

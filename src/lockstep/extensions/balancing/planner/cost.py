@@ -40,7 +40,7 @@ GROUP_CALLS = 20
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train: a strategy and the settings that change memory or time.
+    """A way to train that a plan may choose: a strategy with the settings that change memory or time.
 
     Attributes:
         kind: "single", "dp", "ddp", "sharded" (ddp with a sharded optimizer), "fsdp", "fsdp_grads", "fsdp_offload",
@@ -72,7 +72,7 @@ class Candidate:
 
     @property
     def plain(self) -> Candidate:
-        """The candidate with default buckets, and without hook, offload and recomputation."""
+        """This candidate, but with default buckets and without hook, offload and recomputation."""
         return replace(self, bucket_mb=BUCKET_MB, hook="", offload=False, recomputed=False)
 
     @property
@@ -92,7 +92,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds of a step under a candidate, and predicted memory of the rank that needs the most.
+    """Predicted time of a training step under a candidate, and predicted memory of the rank that needs most.
 
     Attributes:
         candidate: the way to train.
@@ -138,7 +138,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """True if the devices' memory is sufficient."""
+        """True if the memory of the devices and of the host is sufficient."""
         return self.missing <= 0
 
     @property
@@ -159,20 +159,20 @@ def _states(parameters: Iterable[ParameterProfile]) -> float:
 
 
 def shard_elements(p: ParameterProfile, ranks: int) -> int:
-    """Return the number of elements in a rank's FSDP shard of a parameter: complete rows, with padding."""
+    """Return the number of elements of a parameter in one rank's FSDP shard, which has whole rows and padding."""
     if not p.shape:
         return 1
     return -(-p.shape[0] // ranks) * (p.elements // max(p.shape[0], 1))
 
 
 def _model_states(parameters: Sequence[ParameterProfile]) -> dict[str, float]:
-    """Return the bytes of unsharded parameters, gradients and optimizer states, by purpose."""
+    """Return the bytes without sharding, by purpose: "parameters", "gradients" and "optimizer states"."""
     size = float(sum(p.size for p in parameters))
     return {"parameters": size, "gradients": _gradients(parameters), "optimizer states": _states(parameters)}
 
 
 def _unit_sizes(profile: ModelProfile) -> dict[int, float]:
-    """Return the parameter bytes that FSDP gathers at once: for each repeated block, and for the rest (`REST`)."""
+    """Return a dict from each FSDP unit (a repeated block's index, or `REST`) to the bytes of its parameters."""
     sizes: dict[int, float] = {REST: 0.0}
     for p in profile.parameters:
         unit = p.unit if p.unit != REST and profile.blocks[p.unit].repeated else REST
@@ -198,7 +198,7 @@ def phase_seconds(spans: Iterable[SpanProfile], profile: ModelProfile, hardware:
 
 
 def ring(size: float, ranks: int, hardware: Hardware, passes: int = 2) -> float:
-    """Return the seconds of a ring all-reduce of ``size`` bytes. One pass is an all-gather or a reduce-scatter."""
+    """Return the seconds of a ring all-reduce of ``size`` bytes; if ``passes`` is 1, of an all-gather."""
     bandwidth, latency = hardware.slowest_link()
     return passes * ((ranks - 1) / ranks * size / bandwidth + (ranks - 1) * latency)
 
@@ -207,7 +207,7 @@ def ring(size: float, ranks: int, hardware: Hardware, passes: int = 2) -> float:
 
 
 class _Single:
-    """Cost of one process with the full model. Base class for the costs of the other ways to train.
+    """Cost model of training in one process. Base class of the cost models of all other ways to train.
 
     Attributes:
         ranks: number of devices that take part.
@@ -262,21 +262,21 @@ class _Single:
         return span.peak if span.phase == FORWARD else span.grown - self.trained
 
     def seconds(self) -> tuple[float, float, float]:
-        """Return the seconds of computation, of waiting for messages, and of the update."""
+        """Return (compute, messages, update): seconds of computation, of waiting for messages, and of the update."""
         compute, sent = self.exchange(self.phase(FORWARD) + self.phase(BACKWARD))
         return compute, sent, self.phase(UPDATE)
 
     def phase(self, name: str) -> float:
-        """Return the seconds of a phase on one device."""
+        """Return the seconds of the phase ``name`` on one device."""
         return phase_seconds(self.step.spans, self.profile, self.hardware, name)
 
     def exchange(self, compute: float) -> tuple[float, float]:
-        """Return the seconds of computing and of waiting for messages, given one device's ``compute`` seconds."""
+        """Return (computation, messages): seconds on each device, if a single device would compute for ``compute``."""
         return compute, 0.0
 
 
 class _DataParallel(_Single):
-    """Cost of ``dp``, in which one process divides the batch over all devices."""
+    """Cost model of ``dp``, in which one process divides the batch over all devices."""
 
     alone, cuts_batch = False, True
 
@@ -289,13 +289,13 @@ class _DataParallel(_Single):
 
 
 class _DDP(_Single):
-    """Cost of ``ddp``, with a replica on each rank and gradient buckets that are reduced during the backward."""
+    """Cost model of ``ddp``: each rank has a replica, and gradient buckets are reduced during the backward."""
 
     alone = False
 
     @cached_property
     def buckets(self) -> tuple[list[list[str]], list[list[str]]]:
-        """Parameter names by bucket: in order of registration, and in the order in which gradients arrive."""
+        """Two lists of buckets of parameter names: by order of registration, and by the order of gradients."""
         device, bucket = torch.device("cpu"), self.candidate.bucket_mb
         trained = [p for p in self.profile.parameters if p.trainable]
         infos = [ParameterInfo(p.name, p.size, torch.uint8, device) for p in trained]
@@ -336,7 +336,7 @@ class _DDP(_Single):
         return compute, self.exposed()
 
     def exposed(self) -> float:
-        """Return the seconds that a rank waits for reductions of buckets after its backward.
+        """Return for how many seconds a rank waits after its backward until all buckets are reduced.
 
         Buckets are reduced one after another, each when its gradients exist. If messages do not overlap with
         computation, all are reduced after the backward.
@@ -372,11 +372,11 @@ class _DDP(_Single):
 
 
 class _SharedUpdate(_DDP):
-    """Base class for costs of engines in which each rank updates a part of the model."""
+    """Base class of cost models for engines in which each rank updates a part of the model."""
 
     @property
     def engine(self) -> str:
-        """Name of the engine in `Hardware.engines`."""
+        """Name under which `Hardware.engines` has the engine's measured cost."""
         return self.candidate.kind
 
     def seconds(self) -> tuple[float, float, float]:
@@ -391,7 +391,7 @@ class _SharedUpdate(_DDP):
         return compute, sent, self.on_the_host() if self.candidate.uses_host else self.phase(UPDATE) / self.ranks
 
     def groups(self) -> int:
-        """Return the number of parameter groups that are gathered, one for each repeated block and one for the rest."""
+        """Return how many groups of parameters are gathered: one per repeated block, and one for the rest."""
         return sum(block.repeated for block in self.profile.blocks) + 1
 
     def on_the_host(self) -> float:
@@ -405,7 +405,7 @@ class _SharedUpdate(_DDP):
 
 
 class _Sharded(_SharedUpdate):
-    """Cost of ``ddp`` with a sharded optimizer, in which each parameter is updated by the rank that owns it."""
+    """Cost model of ``ddp`` with a sharded optimizer: each parameter is updated by the rank that owns it."""
 
     def states(self) -> dict[str, float]:
         trained = [p for p in self.profile.parameters if p.trainable]
@@ -427,7 +427,7 @@ class _Sharded(_SharedUpdate):
 
 
 class _FullySharded(_SharedUpdate):
-    """Cost of FSDP, in which parameters are sharded, and a block's parameters are gathered while the block runs."""
+    """Cost model of FSDP: parameters are sharded, and a block's parameters are gathered while the block runs."""
 
     def __init__(self, profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> None:
         super().__init__(profile, candidate, hardware)
@@ -482,7 +482,7 @@ class _FullySharded(_SharedUpdate):
 
 
 class _DeepSpeed(_FullySharded):
-    """Cost of DeepSpeed's engine, which updates its own float32 copy of the weights."""
+    """Cost model of DeepSpeed's engine, which updates its own float32 copy of the weights."""
 
     def __init__(self, profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> None:
         super().__init__(profile, candidate, hardware)
@@ -562,7 +562,7 @@ def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> 
 
 
 def _outside(step: StepProfile) -> tuple[list[SpanProfile], list[SpanProfile]]:
-    """Return two lists of spans outside the blocks: the spans before the first block, and all later spans."""
+    """Return (early, late): spans of code before the first block, and spans of all other code outside the blocks."""
     early: list[SpanProfile] = []
     late: list[SpanProfile] = []
     for phase, direction in ((FORWARD, 1), (BACKWARD, -1)):
@@ -574,7 +574,7 @@ def _outside(step: StepProfile) -> tuple[list[SpanProfile], list[SpanProfile]]:
 
 
 def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Iterator[Block]:
-    """Yield the cost of each block. Code before and after the chain counts toward the first and the last block."""
+    """Yield a `Block` with the cost of each block. Code before and after the chain counts as first and last block."""
     step, count = profile.steps["kept"], candidate.micro_batches
     last, (before, behind) = len(profile.blocks) - 1, profile.outside
     early, late = _outside(step)

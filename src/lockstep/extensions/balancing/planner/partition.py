@@ -138,7 +138,7 @@ def memory_of(blocks: Sequence[Block], device: Device, recomputed: frozenset[int
 
 
 class _Kind(NamedTuple):
-    """Key for blocks whose recomputation takes the same time and saves the same memory."""
+    """Key that is equal for blocks whose recomputation takes the same time and saves the same memory."""
 
     again: float
     saves: float
@@ -150,7 +150,7 @@ class _Kind(NamedTuple):
 
 
 class _Chain:
-    """Costs of all possible stages ``[start:stop]``, computed from cumulative sums and matrices ``[stop, start]``."""
+    """Calculator of the costs of all possible stages ``[start:stop]`` of a chain, in matrices ``[stop, start]``."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks, self.size = blocks, len(blocks)
@@ -173,7 +173,7 @@ class _Chain:
             self.members[kind] = counts.cumsum(0)
 
     def most(self, values: list[float]) -> Tensor:
-        """Return a matrix ``[stop, start]`` with the largest value among the blocks of each stage."""
+        """Return a matrix ``[stop, start]`` with the largest of the blocks' ``values`` in each stage."""
         grid = torch.full((self.size + 1, self.size + 1), -math.inf, dtype=torch.float64)
         below = torch.arange(self.size)[:, None] >= torch.arange(self.size)
         grid[1:, :-1] = torch.where(below, torch.tensor(values, dtype=torch.float64)[:, None], -math.inf)
@@ -329,7 +329,7 @@ def _too_large(blocks: Sequence[Block], devices: Sequence[Device], spare: bool) 
 
 
 def _missing(blocks: Sequence[Block], devices: Sequence[Device], spare: bool) -> float:
-    """Return how many more bytes each device would need at the least for a split to exist."""
+    """Return the smallest number of bytes that, added to each device's memory, would make a split possible."""
     # the same dynamic programming, with missing bytes in the place of seconds
     chain = _Chain(blocks)
     backward = torch.arange(chain.size + 1)[:, None] < torch.arange(chain.size + 1)

@@ -23,7 +23,7 @@ STAGES_OF_RANK = {"interleaved": 2}
 
 
 class Action(NamedTuple):
-    """A computation of a rank, which is a forward, a backward or half of a backward.
+    """One computation in a pipeline's schedule: a forward, a backward, or half of a backward.
 
     Attributes:
         stage: number of the stage.
@@ -53,7 +53,7 @@ class TimedAction(NamedTuple):
 
 
 def actions_of(schedule: str, ranks: int, micro_batches: int, each: int = 1) -> list[list[Action]]:
-    """Return, for each rank of a pipeline, the actions in the order in which the rank runs them.
+    """Return a list for each rank of a pipeline: the rank's actions, in the order in which they run.
 
     Args:
         schedule: "gpipe", "1f1b" ("gpipe" with fewer micro-batches than ranks), "interleaved" or "zero-bubble", in
@@ -163,7 +163,7 @@ def simulate(seconds: Sequence[float], actions: Sequence[Sequence[Action]]) -> l
 
 
 def _needs(action: Action, last: int) -> Action | None:
-    """Return the action that must end before ``action`` can start, or None."""
+    """Return the action that must end before ``action`` starts, or None. ``last`` is the last stage's number."""
     stage, number, letter = action
     if letter == "F":
         return Action(stage - 1, number, "F") if stage else None

@@ -1,4 +1,4 @@
-"""Copying of many tensors to other devices with few transfers, with gradients summed in a fixed order."""
+"""Copies of a module's tensors on other devices, made in few transfers. Gradients are summed in a fixed order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def copy_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor
 
 
 class CopiesOfAll(torch.autograd.Function):
-    """Function that copies parameters to several devices, and sums the copies' gradients in the devices' order.
+    """Autograd function that copies parameters to several devices, and sums the gradients in the devices' order.
 
     Autograd has a thread for each GPU, so separate copies would return their gradients in a random order.
     """
@@ -58,7 +58,7 @@ class CopiesOfAll(torch.autograd.Function):
 
 
 def copies_of(module: nn.Module, devices: Sequence[torch.device]) -> list[dict[int, Tensor]]:
-    """Return for each device the copies of a module's parameters and buffers, by the id of the original tensor.
+    """Return a dict for each device, from the id of each parameter and buffer to its copy on the device.
 
     On the module's own device the copies are the original tensors. Gradients of copies flow back to the originals.
 

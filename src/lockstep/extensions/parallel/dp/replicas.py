@@ -1,4 +1,4 @@
-"""Data parallel in one process, which splits a batch over devices and runs each part on a replica in a thread."""
+"""Data parallelism in one process: a batch is split over devices, and each part runs on a replica in a thread."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def part_sizes(rows: int, parts: int) -> list[int]:
 
 
 def scatter(batch: object, devices: Sequence[torch.device], dim: int = 0) -> list[Any]:
-    """Split a nested batch into a part for each device, on that device.
+    """Split a nested batch into parts, and move one part to each device.
 
     Args:
         batch: tensors are split along ``dim``. Tensors without dimensions, and other objects, are in all parts.
@@ -295,7 +295,7 @@ def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.devic
 
 
 def place_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context with which another thread selects ``device`` and the current stream of this thread."""
+    """Return a context for another thread, which selects ``device`` and this thread's current stream."""
     return in_stream(current_stream(device)) if has_streams(device) else current_device(device)
 
 
@@ -317,7 +317,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
 
 
 def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
-    """Join the outputs of the parts, where the function ``tensors`` joins the tensors at the same position."""
+    """Join the outputs of the parts. The function ``tensors`` joins the tensors at each position."""
     first = outputs[0]
     if isinstance(first, Tensor):
         return tensors(list(outputs))
@@ -346,7 +346,7 @@ def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
 
 
 def _join_mappings(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
-    """Join mappings of one class by key."""
+    """Join mappings of the same class, key by key."""
     first = outputs[0]
     if any(output.keys() != first.keys() for output in outputs):
         raise ValueError(
@@ -397,7 +397,7 @@ def as_id(device: torch.device) -> int | torch.device:
 def choose_devices(
     device_ids: Sequence[Device] | str | None, output_device: Device | None, here: torch.device
 ) -> tuple[list[torch.device], torch.device | None]:
-    """Return the devices that the arguments of a container name, and the device for the outputs.
+    """Return (devices, device for the outputs) from a container's ``device_ids`` and ``output_device``.
 
     Args:
         device_ids, output_device: arguments of the container.

@@ -1,4 +1,4 @@
-"""Communication hooks, which replace the all-reduce of gradients to send less, or to fewer ranks."""
+"""Communication hooks for DDP that replace the all-reduce of gradients, to send fewer bytes or to fewer ranks."""
 
 from lockstep.extensions.parallel.hooks.check import check_hook as check_hook
 from lockstep.extensions.parallel.hooks.check import prepare_state as prepare_state
