@@ -1,4 +1,4 @@
-"""The checkpoint file: torch's zip format without code, followed by a SHA-256 of all earlier bytes.
+"""Reading and writing of checkpoint files: torch's zip format without code, followed by a SHA-256 digest.
 
 Layout: the archive as ``torch.save`` writes it. Its comment (the last field of a zip file) is
 
@@ -68,12 +68,12 @@ def save(checkpoint: dict[str, Any], path: storage.PathLike) -> None:
 
 
 def with_version(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of `checkpoint` with the format's version added, and with values as `readable` returns them."""
+    """Return a copy of `checkpoint` with the format's version added, and with values converted by `readable`."""
     return readable({**checkpoint, KEY: {**checkpoint.get(KEY, {}), "format": FORMAT}})
 
 
 def write(content: dict[str, Any], file: IO[bytes]) -> None:
-    """Write the result of `with_version` to an open file, and append the hash.
+    """Write ``content``, a result of `with_version`, to an open file, and append the digest.
 
     Raises:
         OSError: the file could not be written.
@@ -208,7 +208,7 @@ def _unpickle(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_on
 
 
 def _check_seal(file: IO[bytes], name: str) -> bool:
-    """Return True if the file ends with a matching digest, False if it has no digest.
+    """Compare the digest at the end of the file with the file's bytes. Return False if there is no digest.
 
     Raises:
         CorruptCheckpoint: the digest does not match the file's bytes.
@@ -304,7 +304,7 @@ def readable(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _readable(value: object, keys: Keys, done: dict[int, tuple[Any, Any]]) -> Any:
-    """Return one value in a form that ``torch.load(weights_only=True)`` can read.
+    """Convert one value to a form that ``torch.load(weights_only=True)`` can read.
 
     `done` holds the containers visited so far and their forms, by id: a shared container stays shared, and one
     that contains itself does not recurse forever.

@@ -211,7 +211,7 @@ def _convert(given: argparse.Namespace) -> int:
 
 
 def _write(found: dict[str, Any], kind: str, given: argparse.Namespace) -> None:
-    """Write a checkpoint in the format `kind`."""
+    """Write a checkpoint to ``given.target`` in the format ``kind``, such as "file" or "huggingface"."""
     target = given.target
     if kind == "weights":
         # clones, because tied weights share memory, which safetensors refuses

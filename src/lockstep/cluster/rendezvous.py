@@ -71,7 +71,7 @@ def connect_ranks(
 
 
 def listen(address: str, port: int) -> int | None:
-    """Open the socket on which a store for ranks on this host listens.
+    """Open the socket of rank 0's store, which listens on ``address`` alone.
 
     The socket listens on the ranks' address only, usually 127.0.0.1. Torch's own socket listens on all interfaces,
     where anybody can write to the store.

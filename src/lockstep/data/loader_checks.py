@@ -18,7 +18,7 @@ Limit = int | float | None
 
 
 def limited(limit: Limit, length: int | float, flag: str) -> int | float:
-    """Return a loader's ``length`` in micro-batches after a ``limit_*_batches`` flag has reduced the length.
+    """Return how many micro-batches a ``limit_*_batches`` flag allows of a loader that has ``length``.
 
     Raises:
         MisconfigurationException: the limit is a fraction of an unknown length, or amounts to less than one batch.
@@ -49,7 +49,7 @@ def longest(count: int | float, gather: Gather) -> int | float:
 
 @does("comparing the loaders of the ranks")
 def check_alike(parts: list[LoaderSource], spec: SourceSpec, names: list[str]) -> bool:
-    """Return True if each loader has the same length on all ranks. Collective.
+    """Compare the loaders of all ranks. Return True if each loader has the same length on all ranks. Collective.
 
     Loaders that lockstep splits among the ranks must have equal lengths; a rank's own loaders may differ.
 

@@ -44,7 +44,7 @@ _WAY_OUT = (
 
 
 def order_of(sampler: object, *, seed: int, key: int, torch_order: bool) -> Callable[[int, int], Order] | None:
-    """Return a function from (epoch, turn) to the order of a plain sampler of torch. None for any other sampler.
+    """Return a function ``f(epoch, turn)`` that returns the order of a plain torch sampler; None for other samplers.
 
     The indices are those of the sampler's own data source, which may differ from the loader's data set. None is also
     returned for a sampler with a ``set_epoch`` attribute, which depends on the epoch, and for one with an empty data
@@ -72,7 +72,7 @@ def order_of(sampler: object, *, seed: int, key: int, torch_order: bool) -> Call
 
 
 def own_generator(sampler: object) -> torch.Generator | None:
-    """Return the CPU generator that a user passed to a sampler. Return None without one."""
+    """Return the CPU generator that a user passed to a sampler. Return None if there is none."""
     found = getattr(sampler, "generator", None)
     return found if isinstance(found, torch.Generator) and found.device.type == "cpu" else None
 
@@ -226,7 +226,7 @@ class Drawn(Indexed):
         return number * self._unit if plan is None else plan.reached(number, self.batch, self._size)
 
     def _pull(self) -> bool:
-        """Draw the next global batches or windows from the sampler, and divide them. Return False if none are left."""
+        """Draw the next global batches or windows, and divide them among the ranks. Return False at the end."""
         # where shares may change, samples are not divided far ahead of training
         wanted: int | float = self._unit * (1 if self.reshares else max(1, _DRAW // self._unit))
         if self._plan is not None:
@@ -248,7 +248,7 @@ class Drawn(Indexed):
         return drawn
 
     def _resumed(self, epoch: int, turn: int) -> dict[str, Any]:
-        """Return the checkpoint's state if it belongs to this pass. Otherwise restore the samplers, and return {}."""
+        """Return this pass's state from the checkpoint. Without such a state, restore the samplers, and return {}."""
         resume = self._resume
         if not resume:
             return {}
@@ -323,7 +323,7 @@ class _Chunk(NamedTuple):
     """Length of each position's batch, for a batch sampler; else empty."""
 
     def sizes(self, number: int) -> list[int]:
-        """Return for each rank the number of samples that it has in a micro-batch."""
+        """Return the number of samples of each rank in micro-batch ``number``."""
         sizes = self.partition.sizes(number)
         if not self.lengths:
             return sizes
@@ -413,11 +413,11 @@ class DrawnOrder:
         self.expected, self._wanted = saved or (0, "")
 
     def saved(self) -> list[Any]:
-        """Return the hash as plain data for a checkpoint; empty if the elements cannot be compared."""
+        """Return the hash as plain data for a checkpoint; an empty list if the elements cannot be compared."""
         return [] if self._hash is None else [self.count, self._hash.hexdigest()]
 
     def add(self, drawn: Sequence[Any]) -> None:
-        """Add elements that the sampler has yielded to the hash.
+        """Add ``drawn``, elements that the sampler has yielded, to the hash.
 
         Raises:
             MisconfigurationException: the elements differ from those before the resume.
@@ -439,7 +439,7 @@ class DrawnOrder:
                 self._refuse()
 
     def ended(self) -> None:
-        """Record the sampler's end. Raise the error of :meth:`add` if it comes earlier than before the resume."""
+        """Record that the sampler is exhausted. Raise an error if it yielded more elements before the resume."""
         if self.expected:
             self._refuse()
 

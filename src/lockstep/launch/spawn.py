@@ -146,7 +146,7 @@ class SpawnLauncher:
             processes.stop(GRACE / 4)
 
         def report(rank: int) -> None:
-            """Report the first failure to the other ranks, so that errors in their collectives name it."""
+            """Report the run's first failure to the other ranks. Errors in their collectives then name it."""
             first = early_cause(processes.failed, mailbox.read(), monitor.positions()) if processes.failed else None
             if first is not None and not mailbox.others("first"):
                 mailbox.leave({"first": str(first), "rank": first.rank})
@@ -240,7 +240,7 @@ def _write(call: Call, file: IO[bytes], strategy: str) -> None:
 
 
 def _traces(cause: Cause | Ended | Divergence | None) -> str:
-    """Return the traceback of the first failed rank, or the stacks of diverged ranks, to print above the last line."""
+    """Return the traceback of the first failed rank, or the stacks of diverged ranks, to start an error message."""
     if isinstance(cause, Cause) and not cause.is_exit:
         return f"a rank failed:\n\n{cause.trace}\n"
     if isinstance(cause, Divergence) and cause.trace:

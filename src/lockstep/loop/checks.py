@@ -155,7 +155,7 @@ def takes_idx(training_step: Callable[..., Any]) -> bool:
 
 
 def arguments_of(step: Callable[..., Any], several: bool, name: str) -> int:
-    """Return how many of (batch, batch_idx, dataloader_idx) an evaluation step takes.
+    """Return how many of the arguments (batch, batch_idx, dataloader_idx), from the left, an evaluation step takes.
 
     Args:
         step: the user's step method.
@@ -210,7 +210,7 @@ def _max_arguments(method: Callable[..., Any], given: int) -> int:
 
 
 def _parameters_of(method: Callable[..., Any]) -> tuple[list[inspect.Parameter], bool]:
-    """Return a method's positional parameters, and True if it has a ``*args`` parameter."""
+    """Return (positional parameters of a method, True if the method has a ``*args`` parameter)."""
     found = list(inspect.signature(method).parameters.values())
     # a wrapper on the instance may show the signature of the class's function, with `self`
     wraps = not inspect.ismethod(method) and (hasattr(method, "__wrapped__") or hasattr(method, "__signature__"))

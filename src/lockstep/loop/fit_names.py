@@ -34,7 +34,7 @@ class FitNames:
 
     @property
     def progress(self) -> Progress:
-        """Counters of the fit's batches, accumulation windows and optimizer steps."""
+        """Counters of the fit, such as finished batches, accumulation windows and optimizer steps."""
         return self.session.fit.progress
 
     @property

@@ -37,7 +37,7 @@ def memory_of(session: Session) -> MemoryUse:
 
 
 def activations_counter(session: Session) -> Activations | None:
-    """Return a counter for the memory of the module's activations, or None if it cannot be measured."""
+    """Return a counter of the memory of the module's activations, or None if that memory cannot be measured."""
 
     def gathered() -> list[Tensor]:
         return session.strategy.held().get("gathered", [])

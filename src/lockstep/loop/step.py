@@ -140,9 +140,7 @@ class Step:
     # -- a micro-batch starts ------------------------------------------------------------------------------
 
     def micro_batches(self, window: Window, batch_idx: int) -> Iterator[TrainingBatch]:
-        """Call ``on_train_batch_start`` for each micro-batch of a window, then yield it. Stop if the hook ends an
-        epoch.
-        """
+        """Call ``on_train_batch_start`` for each micro-batch, then yield it. Stop if the hook ends the epoch."""
         strategy, progress, last, absent = self._strategy, self._progress, window.size - 1, window.absent
         local = strategy.copies.local_steps
         if last and not window.num_done:  # a window of one batch has no middle from which a resume could continue

@@ -196,7 +196,7 @@ class CollectiveTrace:
     # wrapped.
 
     def _record_start(self, name: str, names: list[str], payload: str, numbered: bool) -> Callable[..., int]:
-        """Return a function that records the start of a collective and returns the index of the new note."""
+        """Return a function that adds a note for the start of a collective, and returns the note's index."""
         word, enter = self.memory.word("operation", name), self.memory.enter
         payload_of = self._payload_of(names, payload) if payload else lambda args, kwargs: 0
         root_of = _root_of(names)
@@ -246,7 +246,7 @@ class CollectiveTrace:
         return payload_of
 
     def _record_end(self, nests: bool) -> Callable[..., None]:
-        """Return a function that records the end of a collective's call."""
+        """Return a function that records the end of a call of a collective."""
         busy, leave, pend, mark = self._busy, self.memory.leave, self._pend, self._marks.put
 
         def end(index: int, group: Any, known: TracedGroup, work: Any, returned: bool) -> None:
@@ -270,7 +270,7 @@ class CollectiveTrace:
         self._busy.add(get_ident())
 
     def _pend(self, work: Any, index: int, queue: str) -> None:
-        """Remember the ``Work`` of an asynchronous collective. Waiting for it will mark the collective as complete."""
+        """Store an asynchronous collective's ``Work``. Waiting for the ``Work`` will complete the note ``index``."""
         kind: Any = work.__class__
         if kind not in self._works:
             self._works.add(kind)
@@ -416,7 +416,7 @@ class _Done:
         return True
 
     def is_completed(self) -> bool:
-        """Return True."""
+        """Return True, because the collective is complete."""
         return True
 
     def is_success(self) -> bool:
@@ -424,11 +424,11 @@ class _Done:
         return True
 
     def result(self) -> list[Tensor]:
-        """Return the tensors."""
+        """Return the tensors of the collective."""
         return self._result
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a completed future with the tensors."""
+        """Return a completed future with the tensors of the collective."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result(self._result)
         return future
@@ -497,7 +497,7 @@ def uninstall_trace() -> None:
 
 
 def set_location(where: Callable[[], tuple[str, int]] | None) -> None:
-    """Set the function that returns this rank's current hook and batch, for recorded calls. None removes it."""
+    """Set the function that returns this rank's current hook and batch for recorded calls; None for no function."""
     if _trace is not None:
         install_trace()
         _trace.where = where
@@ -510,7 +510,7 @@ WAITS = (*COLLECTIVES, *RENAMED.values(), "wait")
 
 @contextmanager
 def wrapped(wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]], names: Iterable[str]) -> Iterator[None]:
-    """Replace torch's functions with these names by ``wrap(name, function)`` inside the context.
+    """Replace torch's functions with these ``names`` by ``wrap(name, function)`` inside the context.
 
     Args:
         wrap: returns the function to call instead.

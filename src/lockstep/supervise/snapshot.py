@@ -1,4 +1,4 @@
-"""`RankPosition`, a rank's report about its Trainer calls, and `RankSnapshot`, its state as other processes see it."""
+"""Records of a rank's state: `RankPosition`, which the rank reports, and `RankSnapshot`, which supervisors observe."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RankSnapshot:
 
     @property
     def inside(self) -> Note | None:
-        """The collective whose call the training thread has entered but not left; None if there is none."""
+        """Collective whose call by the training thread has not returned; None if there is none."""
         # a plain loop for speed: it runs each second for thousands of ranks
         for note in self.notes:
             if note.left is None and not note.aside:

@@ -106,7 +106,7 @@ def calls_before() -> int:
 
 
 def record_failure(error: BaseException, rank: int | None = None, address: str = "") -> None:
-    """Report to the supervisor an exception that ends a Trainer call. Reporting it again does nothing.
+    """Report to the supervisor an exception that ends a Trainer call. A repeated report has no effect.
 
     Args:
         error: the exception.
@@ -194,7 +194,7 @@ def name_first_cause(error: BaseException) -> BaseException:
 
 
 def is_ending() -> bool:
-    """Return True if no rank will reach a boundary any more, because the ranks have diverged or a node is gone."""
+    """Return True if the run is about to end, because the ranks have diverged or a node is gone."""
     return any(first["rank"] < 0 for first in _known_firsts())
 
 
@@ -255,7 +255,7 @@ def watch_uncaught() -> None:
 
 
 class _Hook:
-    """Hook for uncaught exceptions in a rank, for ``sys.excepthook``.
+    """Hook for ``sys.excepthook`` that reports and prints uncaught exceptions in a rank.
 
     Args:
         before: the previous hook.
@@ -345,7 +345,7 @@ def _drop_lost(error: BaseException) -> None:
 
 
 def _is_first_to(what: str) -> bool:
-    """Return True on the first rank of a node that requests an action. Only that rank performs the action.
+    """Return True if this is the first rank of its node to request the action ``what``, and so has to perform it.
 
     An example is printing an error that several ranks have in common.
     """

@@ -110,7 +110,7 @@ def number(value: object, spec: str = "#.4g") -> str:
 
 
 def speed(rate: float) -> str:
-    """Format a rate as batches per second, or seconds per batch if it is slow.
+    """Format a rate as batches per second, or as seconds per batch if the rate is below 0.1.
 
     >>> speed(0.02), speed(3.14159), speed(1234.5)
     ('50.0s/it', '3.14it/s', '1234it/s')

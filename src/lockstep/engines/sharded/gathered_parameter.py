@@ -1,4 +1,4 @@
-"""Gathered parameters that apply changes in a step to their shards, and that are gathered in 16 bits for autocast.
+"""Gathered FSDP parameters: changes to them are applied to the shards. For autocast they are gathered in 16 bits.
 
 torch's ``fully_shard`` replaces a shard by the full parameter while a layer is gathered, and discards it afterwards.
 Here in-place writes, ``.data``, ``requires_grad`` and ``.grad`` of the full parameter apply to the shard.
@@ -57,7 +57,7 @@ class GatheredParameter(Parameter):
 
     @property
     def data(self) -> Tensor:
-        """Values detached from the graph. Writing to them does not change the version counter."""
+        """The values, detached from the graph. Writing to them does not change the version counter."""
         self._may_be_written = True
         return _raw_data.__get__(self)
 
@@ -258,7 +258,7 @@ def gather_in(block: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _InOwnDtype(FSDPParam):
-    """Parameter in a group whose parameters may be gathered in different dtypes."""
+    """FSDP parameter that may be gathered in a different dtype from the other parameters of its group."""
 
     def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
         """Apply the policy, except that parameters which autocast does not cast keep their dtype."""

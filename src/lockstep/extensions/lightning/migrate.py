@@ -77,7 +77,7 @@ def _is_config(file: Path) -> bool:
 
 
 def _read(file: Path) -> tuple[str, str]:
-    """Return the text of a file, with unchanged line endings, and its encoding.
+    """Return (text of a file with unchanged line endings, encoding of the file).
 
     Raises:
         MisconfigurationException: the file is not valid Python, YAML or JSON.
@@ -146,7 +146,7 @@ CLEARED = re.compile(
 
 
 def migrated(text: str, name: str = "script.py") -> tuple[str, list[ReportLine]]:
-    """Change the text of a script for Lightning so that it uses lockstep; return the new text and the report.
+    """Change a script for Lightning so that it uses lockstep. Return (new text, report lines).
 
     Args:
         text: text of the script.
@@ -189,7 +189,7 @@ def migrated(text: str, name: str = "script.py") -> tuple[str, list[ReportLine]]
 
 
 class _Script:
-    """A script: its syntax tree, the edits to make, and its names for objects of lockstep."""
+    """Editor of a script: its syntax tree, the edits to make, and the script's names for objects of lockstep."""
 
     def __init__(self, text: str, name: str) -> None:
         self.nodes = list(ast.walk(ast.parse(text, name)))
@@ -200,7 +200,7 @@ class _Script:
         self.edits: list[tuple[int, int, str]] = []  #: start, end, and new text
 
     def span(self, node: ast.expr | ast.keyword | ast.alias | ast.stmt) -> tuple[int, int]:
-        """Return where a node starts and ends, in bytes of the script's text."""
+        """Return (start, end) of a node, as byte offsets in the script's text."""
         end_line, end = node.end_lineno or node.lineno, node.end_col_offset or 0
         return self._starts[node.lineno - 1] + node.col_offset, self._starts[end_line - 1] + end
 
@@ -236,7 +236,7 @@ class _Script:
                 self.report_refused(node, f"import {alias.name}", home)
 
     def import_from(self, node: ast.ImportFrom) -> None:
-        """Change the module, but not the names, in ``from lightning.pytorch import Trainer``."""
+        """Change the module in ``from lightning.pytorch import Trainer`` to lockstep's, but not the names."""
         home = lockstep_module(str(node.module))
         found = re.compile(rb"from\s+([\w.]+)").match(self._data, self.span(node)[0])
         if home is None or found is None:
@@ -276,7 +276,7 @@ class _Script:
 
 
 def migrated_config(text: str, name: str) -> tuple[str, list[ReportLine]]:
-    """Change the class paths in a config of LightningCLI to lockstep's; return the new text and the report.
+    """Change the class paths in a config of LightningCLI to lockstep's. Return (new text, report lines).
 
     Args:
         text: text of the config.
@@ -333,7 +333,7 @@ class _Unknown:
 
 
 def _flags(script: _Script, call: ast.Call) -> None:
-    """Replace a call's old Trainer flags with today's; report the flags whose meaning depends on unknown values."""
+    """Replace old Trainer flags in a call with today's. Report flags whose meaning depends on unknown values."""
     given = {keyword.arg: keyword for keyword in call.keywords if keyword.arg is not None}
     if len(given) < len(call.keywords):
         script.notes.append(
@@ -358,7 +358,7 @@ def _value(script: _Script, node: ast.expr) -> object:
 
 
 def _meaning(old: Today, today: Today, others: Set[str]) -> tuple[Translation, str]:
-    """Translate old flags to today's; also return the text to report if the script cannot be edited, else "".
+    """Return (old flags translated to today's, text to report). The text is "" if the script can be edited.
 
     Args:
         old: values of the old flags.

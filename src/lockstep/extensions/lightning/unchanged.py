@@ -66,15 +66,15 @@ class WarningCache(set[str]):
     """Set of the messages that were issued, so that each message is issued only once."""
 
     def warn(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
-        """Issue a warning on rank 0, unless it was issued before."""
+        """Issue a warning on rank 0, unless the message has been issued before."""
         self._once(message, functools.partial(rank_zero_warn, stacklevel=stacklevel, **kwargs))
 
     def deprecation(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
-        """Issue a deprecation warning on rank 0, unless it was issued before."""
+        """Issue a deprecation warning on rank 0, unless the message has been issued before."""
         self._once(message, functools.partial(rank_zero_deprecation, stacklevel=stacklevel, **kwargs))
 
     def info(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
-        """Log a message on rank 0, unless it was logged before."""
+        """Log a message on rank 0, unless the message has been issued before."""
         self._once(message, functools.partial(rank_zero_info, **kwargs))
 
     def _once(self, message: str, issue: Callable[[str], object]) -> None:
@@ -104,7 +104,7 @@ _PREDICT_OUTPUT = list[Any] | list[list[Any]]
 
 
 class _AcceleratorConnector:
-    """The accelerator and the devices that flags of a Trainer select.
+    """Record of the accelerator and the devices that the flags of a Trainer select.
 
     Args:
         accelerator, devices: flags of a Trainer.
@@ -127,7 +127,7 @@ class _Registry:
 
     @staticmethod
     def register(*args: object, **kwargs: object) -> None:
-        """Do nothing."""
+        """Do nothing: registrations are ignored."""
 
 
 AcceleratorRegistry = StrategyRegistry = _Registry()

@@ -19,7 +19,7 @@ from lockstep.launch.spawn import unpack
 
 
 def main(folder: str) -> None:
-    """Call the user's function with the hyperparameters of a trial.
+    """Call the user's function with the hyperparameters of the trial in ``folder``.
 
     Args:
         folder: folder of the trial.

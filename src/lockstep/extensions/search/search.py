@@ -44,7 +44,7 @@ _OF_JOBS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Maximum number of a trial's restarts after preemptions, and after failures."""
+    """Limits for the restarts of a trial: one after preemptions, and one after failures."""
 
     preemptions: int = 100
     failures: int = 3
@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Status:
-    """State of a trial.
+    """State of a trial, with its events, values, results and node.
 
     Attributes:
         error: reason why the trial failed or is waiting.
@@ -75,7 +75,7 @@ class Status:
 
 
 class Search:
-    """The folder of a search, with its settings and trials.
+    """Access to the folder of a search, which contains its settings and trials.
 
     Args:
         path: path of the folder: ``log_path`` and the name of the search.
@@ -85,7 +85,7 @@ class Search:
         self.path = Path(path)
 
     def write(self, settings: Mapping[str, Any]) -> None:
-        """Write the settings of the search."""
+        """Write ``settings`` to the folder of the search."""
         with storage.replacing(self.path / SEARCH) as file:
             file.write(json.dumps(dict(settings), indent=1).encode() + b"\n")
 
@@ -149,7 +149,7 @@ def found_at(path: str | os.PathLike[str]) -> list[Search]:
 
 
 def query_trials(search: Search) -> tuple[list[Status], str]:
-    """Return the state of each trial of a search, and SLURM's error message ("" if SLURM answered)."""
+    """Return (states of a search's trials, SLURM's error message). The message is "" if SLURM answered."""
     trials = search.trials()
     histories = [read_events(trial.events()) for trial in trials]
     jobs: dict[str, QueuedJob] = {}
@@ -179,7 +179,7 @@ def _is_over(history: TrialHistory) -> bool:
 
 
 def state_of(history: TrialHistory, job: QueuedJob | None, has_answered: bool = True) -> tuple[str, str]:
-    """Return the state of a trial, and the reason if it has failed or is waiting.
+    """Return (state, reason) of a trial. The reason explains why the trial has failed or is waiting.
 
     A trial is "completed" only if it has reported so itself. A failure counts as a preemption if SLURM restarts the job
     or has lost its node.
@@ -212,7 +212,7 @@ def state_of(history: TrialHistory, job: QueuedJob | None, has_answered: bool = 
 
 
 def _by_job(job: QueuedJob | None, has_started: bool) -> tuple[str, str]:
-    """Return state and reason, derived from the job's state, for a trial that has not reported its end."""
+    """Return (state, reason) of a trial that has not reported its end, derived from the state of its job."""
     if job is None:
         return FAILED, "SLURM no longer has its job, and the trial did not report its end"
     state, why = _OF_JOBS.get(job.state, (FAILED, ""))
@@ -251,7 +251,7 @@ def submit_trials(search: Search, trials: Sequence[TrialFolder], submitted: Call
 
 
 def _submit_each(search: Search, trials: Sequence[TrialFolder]) -> Iterator[tuple[TrialFolder, str]]:
-    """Submit the trials; yield each trial, with the number of its job, as soon as SLURM has accepted the job."""
+    """Submit the trials. Yield (trial, job number) for each trial, as soon as SLURM has accepted its job."""
     settings = search.settings()
     if settings.get("array"):
         limit = settings.get("at_most")
@@ -267,7 +267,7 @@ def _submit_each(search: Search, trials: Sequence[TrialFolder]) -> Iterator[tupl
 
 
 def _starts(trial: TrialFolder) -> int:
-    """Return the number of the trial's next start, counted from 0."""
+    """Return the index of a trial's next start: 0 if the trial has not started yet."""
     return max((attempt.number + 1 for attempt in read_events(trial.events()).attempts), default=0)
 
 
@@ -313,7 +313,7 @@ def exhausted(status: Status, limits: Limits) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Format numbers as text; consecutive numbers become a range.
+    """Format numbers as text, with consecutive numbers as ranges.
 
     Example:
         >>> ranges([0, 1, 2, 5, 7, 8])

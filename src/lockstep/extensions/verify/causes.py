@@ -209,8 +209,7 @@ class Causes:
         return self._explain_norm(ratio, proof)
 
     def _explain_norm(self, ratio: float, proof: str) -> Reason:
-        """Explain gradients that are ``ratio`` times those of one process, in most cases due to a wrong clipping norm.
-        """
+        """Explain gradients that are ``ratio`` times those of one process, often due to a wrong clipping norm."""
         root = math.sqrt(self.size)
         if math.isfinite(ratio) and self.ranks.is_sharded:
             is_root = ", the square root of the number of ranks" if _near(1 / ratio, root) else ""

@@ -1,4 +1,4 @@
-"""Observer of torch's functions: reuses the ranks' random numbers, disables dropout, and splits BatchNorm by rank."""
+"""Mode that intercepts torch's functions to reuse the ranks' random numbers, disable dropout and split BatchNorm."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Keywords = dict[str, Any]
 
 
 class Functions(TorchFunctionMode):
-    """Mode that intercepts calls to torch's functions.
+    """Mode that intercepts torch's functions to reuse the ranks' random numbers, and to disable dropout.
 
     Ranks write the random numbers that they draw in training. One process gets the numbers of all ranks, joined as the
     samples are. Dropout is disabled. BatchNorm computes its statistics for each rank's part of a batch, as on ranks
@@ -144,7 +144,7 @@ class Functions(TorchFunctionMode):
     # -- dropout and batch normalization
 
     def _without_attention_dropout(self, at: int, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
-        """Return the arguments with `dropout_p`, which has the position ``at``, set to 0."""
+        """Return (args, kwargs) with `dropout_p`, the positional argument ``at``, set to 0."""
         if (args[at] if len(args) > at else kwargs.get("dropout_p", 0.0)) == 0.0:
             return args, kwargs
         self._record("dropout", "attention")
@@ -173,7 +173,7 @@ class Functions(TorchFunctionMode):
 
 
 def _fitting(parts: list[Tensor], own: Tensor) -> Tensor | None:
-    """Join the ranks' random numbers to the shape that one process drew, or return None if they do not fit."""
+    """Join ``parts``, the ranks' random numbers, to the shape of ``own``. Return None if the shapes do not fit."""
     if not parts:
         return None
     # numbers that do not depend on the batch

@@ -120,7 +120,7 @@ def _measure_block(
     clock: Callable[[], float],
     extras: Extras,
 ) -> float:
-    """Measure the seconds of a block's forward and backward."""
+    """Return the seconds of one forward and backward of a block."""
     with _place_weights(block, device):
         x = like.create(device)
         begin = _now(device, clock)
@@ -188,7 +188,7 @@ def _place_weights(block: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def states_of(optimizers: Sequence[Optimizer]) -> float:
-    """Return the number of bytes of optimizer states for each byte of a trained parameter.
+    """Return the ratio of optimizer state bytes to trained parameter bytes, the largest of all ``optimizers``.
 
     If an optimizer has no states yet, a second one of the same class and settings steps a small parameter.
     """

@@ -20,7 +20,7 @@ Gather = Callable[[object], list[Any]]
 
 
 class WholeModule:
-    """A module whose blocks are stored by different ranks of a pipeline.
+    """Wrapper around a module whose blocks are stored by different ranks. It moves, frees and gathers weights.
 
     Args:
         module: the module, with the same parameter names on all ranks.

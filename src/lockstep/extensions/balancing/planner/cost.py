@@ -271,7 +271,7 @@ class _Single:
         return phase_seconds(self.step.spans, self.profile, self.hardware, name)
 
     def exchange(self, compute: float) -> tuple[float, float]:
-        """Return (computation, messages): seconds on each device, if a single device would compute for ``compute``."""
+        """Return (computation, messages) in seconds, if one device alone would compute for ``compute`` seconds."""
         return compute, 0.0
 
 
@@ -295,7 +295,7 @@ class _DDP(_Single):
 
     @cached_property
     def buckets(self) -> tuple[list[list[str]], list[list[str]]]:
-        """Two lists of buckets of parameter names: by order of registration, and by the order of gradients."""
+        """Two lists of buckets (lists of parameter names): in order of registration, and of the gradients' arrival."""
         device, bucket = torch.device("cpu"), self.candidate.bucket_mb
         trained = [p for p in self.profile.parameters if p.trainable]
         infos = [ParameterInfo(p.name, p.size, torch.uint8, device) for p in trained]
@@ -574,7 +574,7 @@ def _outside(step: StepProfile) -> tuple[list[SpanProfile], list[SpanProfile]]:
 
 
 def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Iterator[Block]:
-    """Yield a `Block` with the cost of each block. Code before and after the chain counts as first and last block."""
+    """Yield a `Block` for each block. The first and the last one include the code before and after the chain."""
     step, count = profile.steps["kept"], candidate.micro_batches
     last, (before, behind) = len(profile.blocks) - 1, profile.outside
     early, late = _outside(step)
