@@ -119,7 +119,7 @@ class _HashingWriter:
             self.error = error
 
     def flush(self) -> None:
-        """Do nothing, because the file is flushed when it is complete."""
+        """Do nothing, because the complete file is flushed later."""
 
     def seal(self) -> None:
         """Append the digest as the zip archive's comment."""

@@ -162,7 +162,7 @@ LOOK = 1.0
 
 
 def _send_number(store: dist.Store, size: int, number: int, until: float) -> bool:
-    """On rank 0, send the attempt's ``number`` to all ranks. When all have confirmed it, send the final signal.
+    """On rank 0, send the attempt's ``number`` to all ranks, and after their confirmation the signal to start.
 
     Return False if the ranks have not confirmed it in time.
     """
@@ -187,7 +187,7 @@ def _send_number(store: dist.Store, size: int, number: int, until: float) -> boo
 
 
 def _await(store: dist.Store, keys: list[str], until: float, seconds: float) -> bool:
-    """Wait for all keys to be in the store, for ``seconds`` and until ``until`` at most. Return True if they are."""
+    """Wait up to ``seconds``, and no later than ``until``, for all keys to be in the store. Return True if they are."""
     try:
         store.wait(keys, timedelta(seconds=max(0.001, min(seconds, until - time.monotonic()))))
     except dist.DistStoreError:

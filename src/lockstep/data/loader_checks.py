@@ -18,7 +18,7 @@ Limit = int | float | None
 
 
 def limited(limit: Limit, length: int | float, flag: str) -> int | float:
-    """Return how many micro-batches a ``limit_*_batches`` flag allows of a loader that has ``length``.
+    """Return how many of a loader's ``length`` micro-batches the ``limit`` of a ``limit_*_batches`` flag allows.
 
     Raises:
         MisconfigurationException: the limit is a fraction of an unknown length, or amounts to less than one batch.

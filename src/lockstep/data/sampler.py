@@ -81,7 +81,7 @@ def own_generator(sampler: object) -> torch.Generator | None:
 
 
 class Drawn(Indexed):
-    """A source that draws the indices from a user's sampler or batch sampler. All ranks draw the same indices.
+    """Source of indices that come from a user's sampler or batch sampler, which yields the same on all ranks.
 
     The sampler is drawn with generators that are seeded from (seed, epoch), separate from those of training. Its
     positions are divided among the ranks like those of a plain sampler. With a batch sampler, each rank uses every
@@ -207,7 +207,7 @@ class Drawn(Indexed):
 
     @property
     def drawn(self) -> int:  # type: ignore[override]
-        """Number of micro-batches of the pass that have been divided among the ranks."""
+        """Number of this pass's micro-batches that have been divided among the ranks so far."""
         return self._reached
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:
@@ -331,7 +331,7 @@ class _Chunk(NamedTuple):
         return self.lengths[first : first + count] + [0] * (len(sizes) - count)
 
     def kind(self) -> tuple[float, ...] | None:
-        """Return a key that is equal for chunks whose full micro-batches have the same weights.
+        """Return a key that is equal for two chunks if their full micro-batches have the same weights.
 
         Return None if the weights differ within this chunk.
         """
@@ -350,7 +350,7 @@ class _Stretch(NamedTuple):
 
 
 class OwnShare(Drawn):
-    """A source that draws from a user's `DistributedSampler`, which yields only this rank's samples."""
+    """Source of indices that come from a user's `DistributedSampler`, which yields only this rank's samples."""
 
     flexible = False  # this rank knows its own share only
 
@@ -386,7 +386,7 @@ class OwnShare(Drawn):
 
 
 class DrawnOrder:
-    """A hash of the elements that a sampler yields in a pass, for comparison with a checkpoint and other ranks.
+    """Hash of the elements that a sampler yields in a pass, to compare them with a checkpoint and other ranks.
 
     Args:
         sampler: the sampler, for messages.
@@ -407,7 +407,7 @@ class DrawnOrder:
         self._hash: hashlib.blake2b | None = hashlib.blake2b(digest_size=8)
 
     def begin(self, saved: Sequence[Any] = ()) -> None:
-        """Start the hash for another pass. ``saved`` is the hash in a checkpoint of that pass, for comparison."""
+        """Start the hash of a new pass. ``saved`` is the hash from a checkpoint in this pass, to compare with."""
         self.count = 0
         self._hash = hashlib.blake2b(digest_size=8)
         self.expected, self._wanted = saved or (0, "")
@@ -439,7 +439,7 @@ class DrawnOrder:
                 self._refuse()
 
     def ended(self) -> None:
-        """Record that the sampler is exhausted. Raise an error if it yielded more elements before the resume."""
+        """Record that the sampler is exhausted. Raise an error if it had yielded more elements before the resume."""
         if self.expected:
             self._refuse()
 

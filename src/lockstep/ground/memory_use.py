@@ -44,7 +44,7 @@ def memory_stats(device: torch.device) -> dict[str, int]:
 
 
 def _bytes(device: torch.device, name: str, key: str) -> int | None:
-    """Return the result of the device module's function ``name``; without it, the entry ``key`` of `memory_stats`."""
+    """Return the result of the function ``name`` of the device's module, or else `memory_stats`' entry ``key``."""
     ask = None if device.type == "cpu" else getattr(device_module(device), name, None)
     return memory_stats(device).get(key) if ask is None else int(ask(device))
 
@@ -75,7 +75,7 @@ def memory_cached(device: torch.device) -> int:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Release the unused memory that torch's allocator has cached, on all devices of the same kind."""
+    """Release memory that torch's allocator has cached but no tensor uses, on all devices of the same kind."""
     give = None if device.type == "cpu" else getattr(device_module(device), "empty_cache", None)
     if give is not None:
         give()

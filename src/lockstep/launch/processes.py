@@ -130,7 +130,7 @@ class RankProcesses:
         folder: str | None = None,
         first: Callable[[], None] | None = None,
     ) -> None:
-        """Start a rank's process, with ``/dev/null`` as its standard input.
+        """Start the process of a rank, with ``/dev/null`` as its standard input.
 
         Args:
             rank: the rank.
@@ -177,7 +177,7 @@ class RankProcesses:
         self._processes[rank] = process
 
     def watch(self) -> None:
-        """Start a thread for each process that is not watched yet. The thread handles the end of the process."""
+        """Start a watching thread for each process that has none. The thread waits for the process to end."""
         for rank, process in list(self._processes.items()):
             if rank not in self._watchers:
                 self.memory_kills.add(process.pid)
@@ -200,7 +200,7 @@ class RankProcesses:
 
     @property
     def running(self) -> list[int]:
-        """Ranks that are still running: neither the process nor its script has ended."""
+        """Ranks that are still running: their processes have not ended, and their scripts have not reported an end."""
         with self._lock:
             return [rank for rank in self._processes if rank not in self._gone]
 
@@ -217,7 +217,7 @@ class RankProcesses:
                 self._ended[rank] = at
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until all processes have ended and their failures have been handled.
+        """Wait until all processes have ended and their failures have been handled, for at most ``seconds``.
 
         Returns:
             True if all processes have ended within ``seconds``.

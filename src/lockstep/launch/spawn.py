@@ -214,7 +214,7 @@ class Call:
 
 
 def _write(call: Call, file: IO[bytes], strategy: str) -> None:
-    """Write to a file the state of this process that may affect the call's result, such as seeds, and then the call."""
+    """Write the call to a file, after the state of this process on which its result may depend, such as seeds."""
     pickle.dump([entry or os.getcwd() for entry in sys.path], file)
     surroundings = {
         "argv": sys.argv,
@@ -291,7 +291,7 @@ def work(file: IO[bytes], result: str, mailbox: str, rank: str) -> None:
 
 
 def run_rank(load: Callable[[], Call], result: int, mailbox: str, rank: int) -> NoReturn:
-    """Run the call as a rank, and end this process. Write the result to a file, or a failure to the mailbox.
+    """Run the call as a rank and write its result to a file, or a failure to the mailbox. Then end this process.
 
     Args:
         load: returns the call.
@@ -319,7 +319,7 @@ def run_rank(load: Callable[[], Call], result: int, mailbox: str, rank: int) -> 
 
 
 def _end(code: int) -> NoReturn:
-    """Run the exit functions and end this process without freeing its memory.
+    """Run the exit handlers, and end this process without freeing its memory.
 
     On a busy machine, freeing takes seconds, in which the other ranks cannot see that this rank has failed.
     """
@@ -504,7 +504,7 @@ class ForkedProcess:
 
 
 def _fork(body: Callable[[], object], name: str) -> ForkedProcess:
-    """Fork this process. The child calls ``body`` and then ends. Return the child."""
+    """Fork this process. In the child, call ``body`` and exit. In this process, return the child."""
     # Only the child's side of multiprocessing's process is used: it resets what a fork must reset. Its parent's side
     # does not let two threads wait for a child.
     process = multiprocessing.get_context("fork").Process(target=body, name=name, daemon=False)

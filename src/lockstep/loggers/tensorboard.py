@@ -1,4 +1,4 @@
-"""TensorBoardLogger, and the function that chooses a Trainer's default logger."""
+"""TensorBoardLogger, and `default_logger`, which chooses the logger of ``Trainer(logger=True)``."""
 
 from __future__ import annotations
 

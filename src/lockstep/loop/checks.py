@@ -84,7 +84,7 @@ def check_removed_hooks(module: LightningModule, fn: TrainerFn) -> None:
 
 
 def _defined_names(owner: object) -> Iterator[str]:
-    """Yield the names that the classes of an object define, except those of lockstep and torch."""
+    """Yield the names of the attributes that an object's classes define, except classes of lockstep and torch."""
     for kind in type(owner).__mro__:
         if kind.__module__.partition(".")[0] not in ("lockstep", "torch", "builtins", "abc", "typing"):
             yield from vars(kind)
@@ -223,7 +223,7 @@ def _parameters_of(method: Callable[..., Any]) -> tuple[list[inspect.Parameter],
 def is_param_in_hook_signature(
     hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
 ) -> bool:
-    """Return True if the function ``hook_fx`` takes the argument ``param``.
+    """Return True if the hook ``hook_fx`` takes the argument ``param``.
 
     Args:
         hook_fx: the hook.

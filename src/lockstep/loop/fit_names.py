@@ -44,12 +44,12 @@ class FitNames:
 
     @property
     def batch_idx(self) -> int:
-        """Index in its epoch of the last training batch that has started; -1 before the first batch."""
+        """Index of the last training batch that has started, counted from the epoch's start; -1 before the first."""
         raise NotImplementedError
 
     @property
     def total_batch_idx(self) -> int:
-        """Index of the last training batch that has started, counted over all epochs."""
+        """Index of the last training batch that has started, counted over all epochs; -1 before the first."""
         return self.progress.total_batches - self.progress.batch + self.batch_idx
 
     @property

@@ -38,7 +38,7 @@ class LoggedMetrics:
     def publish(
         self, values: list[tuple[Entry, str, Tensor]], *, to: Sequence[str] = EVERYBODY, reduced: bool = True
     ) -> dict[str, Tensor]:
-        """Add values to the dicts that users read; return the values for the loggers.
+        """Add values to the dicts that users read. Return the values that go to the loggers.
 
         Args:
             values: results of the reductions of :class:`LogCollector`.
@@ -70,6 +70,6 @@ class LoggedMetrics:
             self.measured[name] = self.measured[entry.name] = step
 
     def clear(self) -> None:
-        """Clear all values (after the sanity check)."""
+        """Clear all values, for example after the sanity check."""
         for shown in (self.callback, self.logged, self.progress_bar, self._before, self.measured):
             shown.clear()

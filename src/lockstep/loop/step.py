@@ -128,7 +128,7 @@ class Step:
         raise NotImplementedError
 
     def continue_after(self, batch: int, accumulate: int) -> None:
-        """Prepare to resume an epoch of which ``batch`` micro-batches have run."""
+        """Prepare to resume an epoch after its first ``batch`` micro-batches."""
 
     def take_step(self) -> None:
         """Read the module's ``training_step``, which a hook may have replaced since the last epoch."""
@@ -223,7 +223,7 @@ class Step:
     # -- its forward ---------------------------------------------------------------------------------------
 
     def arguments(self, micro_batch: TrainingBatch) -> tuple[Any, ...]:
-        """Return the arguments of ``training_step``."""
+        """Return the arguments to pass to ``training_step`` for a micro-batch."""
         return (micro_batch.batch, micro_batch.number) if self.takes_idx else (micro_batch.batch,)
 
     def enter_step(self, muted: bool) -> None:
@@ -232,7 +232,7 @@ class Step:
         self._results.muted = muted
 
     def read_loss(self, output: Any, share: float) -> tuple[Tensor | None, float | Tensor]:
-        """Return the loss from a result of ``training_step``, and the factor by which to multiply the loss.
+        """Return (loss, factor): the loss in a result of ``training_step``, and the factor to multiply the loss by.
 
         Args:
             output: result of ``training_step``.
@@ -459,7 +459,7 @@ class Automatic(Step):
         return None
 
     def _run_padding(self, micro_batch: TrainingBatch) -> None:
-        """Run the step on a padding batch, because forwards communicate with all ranks. Discard the gradients."""
+        """Run ``training_step`` on a padding batch, as its forward communicates with all ranks. Discard gradients."""
         strategy, weights = self._strategy, self._fit.weights
         with padding(self._session):
             output = strategy.run(self.training_step, *self.arguments(micro_batch))
@@ -538,7 +538,7 @@ class StepParts:
             entry.step_fresh = 0
 
     def show(self) -> None:
-        """At the end of a micro-batch, log the merged values of its parts as values of the micro-batch."""
+        """At the end of a micro-batch, log the merged values of all its parts as the micro-batch's own values."""
         results = self._results
         for entry, value, weight in self._kept.pop(results.micro_batch, {}).values():
             entry.last, entry.last_weight, entry.step_fresh = value, weight, results.micro_batch
@@ -554,7 +554,7 @@ class StepParts:
 
 
 class Ahead(Step):
-    """Runner of windows by the engine's own method. It reads all batches of a window before the first forward.
+    """Runner of windows that calls the engine's own method, after all batches of the window have been read.
 
     Hooks of the batches run before and after the window; ``on_after_backward`` runs once.
 
@@ -649,7 +649,7 @@ class Ahead(Step):
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def continue_after(self, batch: int, accumulate: int) -> None:
-        """Set :attr:`at_once` to resume an epoch of which ``batch`` micro-batches have run."""
+        """Set :attr:`at_once` to resume an epoch after its first ``batch`` micro-batches."""
         self.at_once = (batch - 1) % accumulate + 1
 
 
@@ -677,7 +677,7 @@ def _detached(output: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_uneven_targets(batch: object) -> bool:
-    """Return True if samples of a batch may differ in their number of labels, not counting "labels" of -100.
+    """Return True if samples of a batch may differ in their number of valid labels ("labels" other than -100).
 
     A mean over all labels is then not a mean over the samples. Waits for the device of the labels.
     """

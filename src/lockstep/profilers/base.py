@@ -94,7 +94,7 @@ class Profiler(ABC):
     # -- a run ---------------------------------------------------------------------------------------------
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Prepare for a fit, validation, test or prediction.
+        """Prepare the profiler for a fit, validation, test or prediction.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
@@ -134,7 +134,7 @@ class Profiler(ABC):
         self.teardown(self._stage)
 
     def teardown(self, stage: str | None) -> None:  # noqa: B027, may be left as it is
-        """Release recorded data.
+        """Release the recorded data at the end of ``stage``.
 
         Args:
             stage: stage that was passed to :meth:`setup`; None if there was none.

@@ -54,7 +54,7 @@ class RankSnapshot:
 
     @property
     def queued(self) -> Note | None:
-        """The oldest collective that the rank's device has not completed; None if all are complete.
+        """Oldest collective whose call has returned but that the device has not completed; None if there is none.
 
         The call has returned. The rank may have continued until it needed a value that depends on the collective.
         """
@@ -82,7 +82,7 @@ class RankSnapshot:
 
     @property
     def location(self) -> str:
-        """The current line of the user's code. If the rank waits for a loader worker, the worker's line."""
+        """Current line of the user's code; the loader worker's line if the rank waits for a loader worker."""
         if self.worker is not None:
             return self.worker.location()
         noted = self.inside

@@ -44,7 +44,7 @@ EXIT_SUPERVISOR.at_exit(_run_at_exit)
 
 
 class _Rank:
-    """State of this process as a rank: its rank, its mailbox, its current call, and the exception it last reported."""
+    """State of this process as a rank: rank, mailbox, current call, and the exception that was last reported."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -143,14 +143,14 @@ def report_to(address: str) -> None:
 
 
 def watch_early_errors(environ: Mapping[str, str] = os.environ) -> None:
-    """If lockstep started this process as a rank, report errors that end the script before its first call."""
+    """In a process that lockstep started as a rank, report errors that end the script before its first call."""
     if RANK in environ and MAILBOX in environ and not _rank.address:
         _rank.rank, _rank.address = int(environ[RANK]), environ[MAILBOX]
         watch_uncaught()
 
 
 def pass_early_errors(environ: Mapping[str, str] = os.environ) -> None:
-    """Until there is a supervisor, report errors that end the script to the agent of `lockstep run`.
+    """Report errors that end the script to the agent of `lockstep run`, until there is a supervisor.
 
     Without such an agent, do nothing.
     """
@@ -205,7 +205,7 @@ def _known_firsts() -> list[dict[str, Any]]:
 
 
 def record_for(error: BaseException, rank: int) -> Cause:
-    """Return the record of an exception: the record that has been reported, or a new record."""
+    """Return the record of an exception: the one that was reported, or a new one."""
     if _rank.raised is not None and _rank.raised[0] is error:
         return _rank.raised[1]
     return cause_of(rank, error)
@@ -230,7 +230,7 @@ def _note_position(location: str, inside: bool) -> None:
 
 
 def watch_uncaught() -> None:
-    """Report uncaught exceptions from now on, even outside a call, and print them in at most 40 lines.
+    """From now on, report uncaught exceptions, even outside of Trainer calls, and print them in at most 40 lines.
 
     One rank on each node prints its traceback. The errors of other ranks are in their notes, and reported with the
     first cause. A rank that has only lost a connection prints one line, or nothing if the first cause is known, because

@@ -101,7 +101,7 @@ def clock(seconds: float) -> str:
 
 
 def number(value: object, spec: str = "#.4g") -> str:
-    """Format a metric as text; keep trailing zeros, so that text to the right does not move.
+    """Format a metric as text with its trailing zeros, so that text to the right does not move.
 
     >>> number(0.5), number(1250.0), number(3), number("v1")
     ('0.5000', '1250', '3', 'v1')
@@ -149,7 +149,7 @@ class ProgressBar(Callback):
             self.disable()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state that is sent to another process: settings, without the bar that is being drawn."""
+        """Return the settings without the Trainer, as they are sent to another process."""
         return {**super().__getstate__(), "_trainer": None}
 
     @property
@@ -183,7 +183,7 @@ class ProgressBar(Callback):
         self._enabled = False
 
     def print(self, *args: object, **kwargs: Any) -> None:
-        """Print without disturbing the bar; called by ``trainer.print``. Arguments as in ``print``."""
+        """Print, as the builtin ``print`` does, without disturbing the bar. ``trainer.print`` calls this method."""
         print(*args, **kwargs)
 
     # -- content of the bar --------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class ProgressBar(Callback):
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Return the metrics shown next to the bar: the logger's version and values logged with ``prog_bar=True``.
+        """Return the metrics shown next to the bar: values logged with ``prog_bar=True``, and the loggers' version.
 
         Called only when the bar is drawn, because it copies values from the device. Override it to show
         other values::
@@ -300,7 +300,7 @@ class PlainProgressBar(ProgressBar):
         self._epoch_began = self._next = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the interval that must pass before the first line."""
+        """Start the minimum interval before the first line."""
         self._written, self._epoch = None, self.epoch_description  # a fit may resume within an epoch
         self._epoch_began = monotonic()
         self._next = self._epoch_began + self.interval
@@ -332,7 +332,7 @@ class PlainProgressBar(ProgressBar):
 
 
 class DrawnProgressBar(ProgressBar):
-    """Base class of progress bars that redraw one bar for training and one for the current evaluation.
+    """Base class of progress bars that are redrawn: one for training, and one for the current evaluation.
 
     The time and speed of training exclude validation. Nothing is drawn between batches, so no thread is needed.
 
@@ -356,12 +356,12 @@ class DrawnProgressBar(ProgressBar):
         return self._enabled and self._refresh_rate > 0
 
     def disable(self) -> None:
-        """Disable drawing; bars on the screen stay."""
+        """Disable drawing. Bars that are on the screen stay there."""
         super().disable()
         self._draws = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the settings, which are copied to another process, without the bars on the screen."""
+        """Return the settings without the bars on the screen, as they are sent to another process."""
         return {**super().__getstate__(), **dict.fromkeys(self._drawn)}
 
     @property

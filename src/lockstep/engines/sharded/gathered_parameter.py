@@ -44,7 +44,7 @@ WHOLE_GRADIENT = (
 
 
 class GatheredParameter(Parameter):
-    """Full parameter that represents its shard while a layer is gathered.
+    """Full parameter that stands for its shard while the layer is gathered.
 
     During a backward ``.grad`` is the gradient of this rank's samples; otherwise it is the shard's gradient.
     """
@@ -104,7 +104,7 @@ def _is_torchs_turn() -> bool:
 
 
 class GatheredGroup(FSDPParamGroup):
-    """Parameters that are gathered together. Changes to them are applied to the shards before the group is freed."""
+    """Parameters that are gathered together. Changes to them are applied to their shards before memory is freed."""
 
     def _to_unsharded(self) -> None:
         if self.is_unsharded:

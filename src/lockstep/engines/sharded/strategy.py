@@ -55,7 +55,7 @@ LAID_END_TO_END = (
 
 
 class ShardedStrategy(RankedStrategy):
-    """Base class of strategies with one process per device, each of which stores a part of the model's states.
+    """Base class of strategies with one process per device. Each process stores a part of the model's states.
 
     A subclass implements :meth:`_through`, :meth:`setup_module` (which calls :meth:`_watch`), and
     :meth:`setup_optimizers` (which calls ``copies.synchronize_norms``).
@@ -75,7 +75,7 @@ class ShardedStrategy(RankedStrategy):
 
     @staticmethod
     def _take_others(kind: type, others: Mapping[str, object], no_effect: Mapping[str, str]) -> None:
-        """Raise if extra keyword arguments (``**others``) of a strategy class are unknown or not supported."""
+        """Raise if ``others``, extra keyword arguments of the strategy ``kind``, are unknown or not supported."""
         known = [*inspect.signature(kind).parameters]
         check_others(kind.__name__, others, known, no_effect)
 
@@ -104,7 +104,7 @@ class ShardedStrategy(RankedStrategy):
             leave_meta(module, torch.device("cpu"))
 
     def _watch(self, module: LightningModule, gathered: type[Parameter] | None = None) -> None:
-        """Start to record parameters that are added to the module, and to synchronize the module's buffers.
+        """Start to record parameters that are added to the module later, and to synchronize the module's buffers.
 
         Args:
             module: the module of the run.
@@ -209,7 +209,7 @@ class ShardedStrategy(RankedStrategy):
     # -- checkpoints
 
     def _refuse_alone(self, alone: bool) -> None:
-        """Raise if only one rank would save, since its part is useless without the other ranks' parts."""
+        """Raise if only one rank would save a checkpoint, since its part is useless without the other ranks' parts."""
         if alone and self.world.size > 1:
             raise MisconfigurationException(
                 f"rank {self.world.rank} cannot save a checkpoint alone: each rank has only a part of the "

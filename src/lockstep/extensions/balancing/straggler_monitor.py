@@ -22,7 +22,7 @@ BUSY = tuple(name for name in PARTS if name != "waiting")
 
 @dataclass(frozen=True)
 class RankScore:
-    """Speed of a rank relative to the fastest rank and to the rank's own best, and the slowest part of its step.
+    """Speed of a rank compared with the fastest rank and with its own best, and the slowest part of its step.
 
     Attributes:
         rank: number of the rank.

@@ -229,7 +229,7 @@ class DeepSpeedStrategy(ShardedStrategy):
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Check the precision, and leave the scaling of a float16 loss to the engine.
+        """Check that DeepSpeed supports the precision, and let the engine scale a float16 loss.
 
         Args:
             world: ranks and nodes of the run, and the place of this process among them.
@@ -252,7 +252,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         super().connect(world, device, precision)
 
     def setup_environment(self) -> None:
-        """Join the process group of the ranks, and import DeepSpeed.
+        """Join the process group, and import DeepSpeed.
 
         Raises:
             MisconfigurationException: the config has an unknown key, or a disk is to be used and libaio is missing.
@@ -313,7 +313,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._watch(module)
 
     def _choose_recomputation(self) -> None:
-        """Apply the config's "activation_checkpointing".
+        """Recompute activations as the config's "activation_checkpointing" requires.
 
         It applies to ``deepspeed.checkpointing`` if the model calls that, or else to repeated blocks.
         """
@@ -604,7 +604,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return EngineState(module, [zero.optimizer_state(self._for_checkpoint)], {deepspeed_folder.NAMES: zero.names()})
 
     def _module_state(self) -> dict[str, Any]:
-        """Return the module's state dict with the engine's values of parameters."""
+        """Return the module's state dict, with the engine's values for the parameters."""
         made = self.module.state_dict()
         # a shared parameter has several names and is gathered once
         done: dict[int, Tensor] = {}

@@ -52,7 +52,7 @@ FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = (
 
 
 class LightningEnum(str, Enum):
-    """An enum of strings; each member is equal to its string."""
+    """Enum of strings, in which each member equals its string."""
 
 
 class GradClipAlgorithmType(LightningEnum):
@@ -63,7 +63,7 @@ class GradClipAlgorithmType(LightningEnum):
 
 
 class WarningCache(set[str]):
-    """Set of the messages that were issued, so that each message is issued only once."""
+    """Set of issued messages, which issues each message only once."""
 
     def warn(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
         """Issue a warning on rank 0, unless the message has been issued before."""
@@ -184,7 +184,7 @@ class _Quiet(logging.Filter):
 
 
 def leave() -> None:
-    """Undo `enter`; names that have been imported can still be used."""
+    """Undo `enter`. Names that have been imported already remain usable."""
     LIGHTNING.remove()
 
 

@@ -29,7 +29,7 @@ class CorruptJournal(RuntimeError):
 
 
 class StudyJournal(JournalFileBackend):
-    """Journal file for Optuna that detects incomplete lines on writing, or at the latest on reading.
+    """Journal file for Optuna that detects incomplete lines when it writes them, or at the latest when it reads.
 
     Args:
         path: path of the file, which is created.

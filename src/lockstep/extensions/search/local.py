@@ -1,4 +1,4 @@
-"""Execution of a search's trials on this machine: several at a time, each in its own process and devices."""
+"""Execution of a search's trials on this machine: several at a time, each in its own process."""
 
 from __future__ import annotations
 

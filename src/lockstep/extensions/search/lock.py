@@ -19,7 +19,7 @@ LONGEST_PAUSE = 0.05
 
 
 class FileLock:
-    """Lock on a file for processes on several nodes; the lock is a symbolic link that names its holder.
+    """Lock on a file for processes on several nodes. The lock is a symbolic link that names its holder.
 
     Optuna's own tools lock the journal with the same link. The lock of a dead process is taken over at once on the same
     host. A lock from another host is taken over when it has not changed for `grace` seconds.
@@ -55,7 +55,7 @@ class FileLock:
         return True
 
     def take(self) -> str:
-        """Take the lock and return ""; if another process holds it and may still run, return that process's name.
+        """Take the lock and return "". If another process holds it and may still run, return that process's name.
 
         Raises:
             OSError: the folder cannot be written, or its file system has no symbolic links.

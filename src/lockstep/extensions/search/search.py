@@ -44,7 +44,7 @@ _OF_JOBS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits for the restarts of a trial: one after preemptions, and one after failures."""
+    """Limits of the number of a trial's restarts: after preemptions, and after failures."""
 
     preemptions: int = 100
     failures: int = 3
@@ -90,7 +90,7 @@ class Search:
             file.write(json.dumps(dict(settings), indent=1).encode() + b"\n")
 
     def claim(self, description: Mapping[str, Any]) -> None:
-        """Write the search's description to the folder, or check that the description there is the same.
+        """Write the search's description to a new folder. Raise an error if the folder has a different description.
 
         Args:
             description: description of the search by name, as JSON values.
@@ -124,7 +124,7 @@ class Search:
 
     @property
     def limits(self) -> Limits:
-        """Maximum numbers of restarts of each trial."""
+        """Maximum numbers of restarts of each trial, after preemptions and after failures."""
         settings, standard = self.settings(), Limits()
         most = settings.get("max_preemptions", standard.preemptions)
         return Limits(most, settings.get("max_failures", standard.failures))
@@ -301,7 +301,7 @@ def cancel_trials(trials: Iterable[Status]) -> list[TrialFolder]:
 
 
 def exhausted(status: Status, limits: Limits) -> str:
-    """Return an explanation of the limit that forbids another start of a trial; "" if no limit does."""
+    """Return a text about the limit that forbids another start of a trial; "" if another start is allowed."""
     history = status.history
     # A preemption counts when another start follows it; the current one has none yet.
     lost = history.preemptions + (status.state == PREEMPTED)

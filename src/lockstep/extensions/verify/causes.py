@@ -1,4 +1,4 @@
-"""Search for the cause of the first difference, from gradients, recorded events, and runs with an override."""
+"""Search for the cause of the first difference: in gradients, in recorded events, and in runs with overrides."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ class Causes:
         return Reason(text, where or self.step["where"])
 
     def _explain_window(self, shares: Sequence[Shares], names: str) -> Reason:
-        """Explain gradients in which the micro-batches of an accumulation window have different weights."""
+        """Explain gradients in which the micro-batches of an accumulation window wrongly have different weights."""
         if not all(each.fits for each in shares):
             return self._explain_norm(math.nan, "they are not made of the ranks' own gradients")
         what = f" of {names}" if names else ""
@@ -319,7 +319,7 @@ class Causes:
     # -- parts of models, and sharded parameters
 
     def _explain_split_model(self) -> Reason | None:
-        """In a model that is split over ranks, find a replicated parameter whose gradient counts once for each rank."""
+        """In a model that is split over ranks, find a replicated parameter whose gradient is counted on each rank."""
         reference = self.single.assembled("first", self.step["optimizer"])[0]
         own = self.ranks.first.load("first", self.step["optimizer"])
         split = {key for key, value in own.items() if _is_part(value, reference.get(key))}
@@ -437,7 +437,7 @@ def _is_part(value: Value, whole: Tensor | None) -> bool:
 
 
 def gradient_factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
-    """Return the number f with a = f * b for all ``pairs`` (a, b) of tensors. Return None if there is none."""
+    """Return the f for which a = f * b holds for all ``pairs`` (a, b) of tensors. Return None if there is none."""
     top = sum((a.double() * b.double()).sum().item() for a, b in pairs)
     bottom = sum(b.double().square().sum().item() for _, b in pairs)
     if not bottom:
@@ -448,7 +448,7 @@ def gradient_factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
 
 
 def _call_lines(event: Event) -> str:
-    """Return the line of a call, followed by the line that called the enclosing function, if any."""
+    """Return the line of a recorded call, with the line that called the enclosing function, if any."""
     lines = list(dict.fromkeys(event["stack"][:2]))
     return ", called at ".join(lines) if len(lines) > 1 else str(event["where"])
 

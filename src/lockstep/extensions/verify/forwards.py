@@ -157,7 +157,7 @@ class Forwards:
         patch(Join, "__init__", init)
 
     def watch_sharded(self, module: ModuleType) -> None:
-        """Wrap functions of ``module``, `torch.distributed.fsdp`, to record sharding and gradient synchronization."""
+        """Wrap functions of ``module``, `torch.distributed.fsdp`, to record sharding and its synchronization."""
         original = module.FSDPModule.set_requires_gradient_sync
 
         @functools.wraps(original)
@@ -182,7 +182,7 @@ class Forwards:
     # -- the rank, read within a module
 
     def _watch_ranks(self) -> None:
-        """Record modules that read the rank. With the override "rank in modules", modules read rank 0 on all ranks."""
+        """Record modules that read the rank. If the override "rank in modules" is set, modules read 0 on all ranks."""
         is_fixed = "rank in modules" in self.watch.settings.overrides
         for owner in (dist, dist.distributed_c10d):
             original: Callable[..., int] = vars(owner)["get_rank"]
@@ -253,7 +253,7 @@ class Forwards:
 
     @contextmanager
     def _one_backward(self, loss: Tensor) -> Iterator[None]:
-        """Record and count a backward, unless it runs inside another backward."""
+        """Record and count one backward from ``loss``. Ignore a backward that runs inside another one."""
         if self._in_backward:
             yield
             return

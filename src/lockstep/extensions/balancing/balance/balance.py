@@ -1,4 +1,4 @@
-"""Exchange of step times between ranks, by which ``Trainer(balance=True)`` adjusts each rank's share of samples."""
+"""Exchange of step times between ranks, so that ``Trainer(balance=True)`` can adjust the ranks' shares of samples."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ class Balance:
         self._rows = RowExchange(entry, alone=self._session.world_size == 1)
 
     def _read(self, sent: RowExchange, feed: Feed, between_epochs: bool = False) -> None:
-        """Finish an exchange, pass the ranks' times to callbacks, and change the shares if a change is due."""
+        """Finish the exchange ``sent``, pass the times to callbacks, and change the shares if a change is due."""
         rows, self._rows = sent.read(), None
         for listener in self._listeners:
             listener._on_step_times(self._session.trainer, [WindowTimes(*row[3:]) for row in rows])

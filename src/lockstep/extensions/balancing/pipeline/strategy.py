@@ -1,4 +1,4 @@
-"""The strategy "balanced": a pipeline whose stages are on ranks, or on the devices of one process."""
+"""Strategy "balanced": a pipeline whose stages run on several ranks, or on the devices of one process."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ class BalancedStrategy(RankedStrategy):
 
     @does("splitting the module into stages")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Split the module into stages with rank 0's weights.
+        """Broadcast rank 0's weights, and split the module into the stages of a pipeline.
 
         Until a fit starts, each rank has all weights, those of other ranks on the CPU.
 
@@ -392,7 +392,7 @@ class BalancedStrategy(RankedStrategy):
         self._chain = self._stages = self._measured = self.step_device = None
 
     def teardown(self) -> None:
-        """Restore the methods of the module's blocks."""
+        """Restore the original methods of the module's blocks."""
         self._close()
         super().teardown()
 
@@ -558,7 +558,7 @@ class BalancedStrategy(RankedStrategy):
         return EngineState(module, states, {"split": list(self._split)}, by_rank)
 
     def load(self, state: EngineState) -> None:
-        """Load this rank's part of a full state. With ``split="measured"``, adopt the saved split if it fits."""
+        """Load this rank's part of a full state. With ``split="measured"``, use the saved split if possible."""
         if state.module is not None:
             self._parts.load_state_dict(state.module, self.module.strict_loading)
         for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):

@@ -128,7 +128,7 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
+        """Total seconds of a training step: computation, messages and update."""
         return self.compute + self.sent + self.update
 
     @property
@@ -143,7 +143,7 @@ class Prediction:
 
     @property
     def eligible(self) -> bool:
-        """True if a plan may choose this candidate."""
+        """True if a plan may choose this candidate: it fits, can be run, and leaves training's numbers unchanged."""
         return self.fits and not self.obstacle and not self.other
 
 
@@ -184,7 +184,7 @@ def _unit_sizes(profile: ModelProfile) -> dict[int, float]:
 
 
 def span_seconds(span: SpanProfile, hardware: Hardware, precision: str) -> float:
-    """Return the measured seconds of a span, or the cost model's estimate if the span was not measured."""
+    """Return the measured seconds of a span of operations; without a measurement, the cost model's estimate."""
     if span.seconds is not None:
         return span.seconds
     work = span.work
@@ -227,7 +227,7 @@ class _Single:
         self.on_host: tuple[str, ...] = ()
 
     def predict(self) -> Prediction:
-        """Predict memory and seconds of a step."""
+        """Return the predicted memory and seconds of a training step, as a `Prediction`."""
         profile, hardware = self.profile, self.hardware
         rest = {"buffers": float(profile.buffers), "batches": float(profile.batch)}
         parts = {**self.states(), **rest, "activations": float(self.working())}
@@ -305,13 +305,13 @@ class _DDP(_Single):
 
     @cached_property
     def first(self) -> float:
-        """Bytes of the first step's gradients that still exist in the second forward; 0 if buckets are not rebuilt."""
+        """Bytes of the first step's gradients that still exist in the second forward; 0 unless buckets are rebuilt."""
         # they are in the buckets by registration, which are freed after the forward
         registered, arrived = self.buckets
         return self.trained if registered != arrived else 0.0
 
     def waiting(self, arrived: float) -> float:
-        """Return the bytes of gradients that are not yet copied into a bucket once ``arrived`` bytes are computed."""
+        """Return how many of the ``arrived`` bytes of computed gradients are not yet copied into a bucket."""
         sizes = {p.name: p.size for p in self.profile.parameters}
         # the gradients of a bucket are copied into it together
         for bucket in self.buckets[1]:
@@ -546,7 +546,7 @@ WAYS: dict[str, type[_Single]] = {
 
 
 def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Prediction:
-    """Predict memory and seconds of a step under a candidate.
+    """Return the predicted memory and seconds of a training step under a candidate, as a `Prediction`.
 
     Args:
         profile: the model's profile in the candidate's precision.

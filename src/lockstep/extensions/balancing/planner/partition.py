@@ -64,7 +64,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Device:
-    """Speed, memory and link of a device in the sequence.
+    """Speed, memory and link of one of the devices over which a chain is split.
 
     Attributes:
         speed: relative to the device on which the blocks were measured.
@@ -186,7 +186,7 @@ class _Chain:
     def recompute(
         self, device: Device, start: Tensor, stop: Tensor
     ) -> tuple[list[tuple[_Kind, Tensor, Tensor]], Tensor, Tensor]:
-        """Choose the blocks to recompute in each stage so that the stage fits the device.
+        """Choose which blocks of each stage ``[start:stop]`` to recompute, so that the stage fits the device.
 
         Returns:
             for each kind the stages concerned and their numbers of blocks; the seconds of the recomputation on a
@@ -308,7 +308,7 @@ def partition(blocks: Sequence[Block], devices: Sequence[Device], spare: bool = 
 
 
 def _too_large(blocks: Sequence[Block], devices: Sequence[Device], spare: bool) -> DoesNotFit:
-    """Return an error that names a block too large for every device, or else the memory that each device lacks."""
+    """Return an error that names a block that is too large for every device, or else the memory that is missing."""
     missing = _missing(blocks, devices, spare)
     for index, block in enumerate(blocks):
         gaps = []

@@ -95,7 +95,7 @@ def _actions_of_stage(stage: int, micro_batches: int, ahead: int) -> Iterator[Ac
 
 
 def most_in_flight(actions: Sequence[Action]) -> dict[int, float]:
-    """Return, for each stage, the largest number of micro-batches whose activations exist at the same time.
+    """Return a dict from each stage to the largest number of micro-batches whose activations exist at once.
 
     Example:
         >>> [most_in_flight(actions) for actions in actions_of("1f1b", 2, 4)]

@@ -175,7 +175,7 @@ def part_sizes(rows: int, parts: int) -> list[int]:
 
 
 def scatter(batch: object, devices: Sequence[torch.device], dim: int = 0) -> list[Any]:
-    """Split a nested batch into parts, and move one part to each device.
+    """Split a nested batch into parts of similar size, and move one part to each device.
 
     Args:
         batch: tensors are split along ``dim``. Tensors without dimensions, and other objects, are in all parts.
