@@ -283,7 +283,7 @@ class Attributes:
 
     @property
     def is_padding_batch(self) -> bool:
-        """True during a padding batch: a rank without samples repeats another rank's. Exclude such batches from counts.
+        """True during a padding batch: a rank without samples repeats another rank's batch. Exclude it from counts.
 
         Padding batches occur on several ranks if the last samples of an epoch do not suffice for all: under manual
         optimization, and under FSDP, also in evaluations, because all ranks must run each forward together.

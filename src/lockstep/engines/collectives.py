@@ -48,7 +48,7 @@ class ReplicaMap:
 
     @property
     def first_ranks(self) -> list[int]:
-        """First rank of each replica; the other ranks of a replica have the same values."""
+        """The first rank of each replica. The other ranks of the replica have the same values."""
         return [self.of_rank.index(replica) for replica in range(self.count)]
 
     @property
@@ -118,7 +118,7 @@ def group_among(parts: Sequence[Sequence[int]], timeout: timedelta) -> comm.Grou
 
 @dataclass(frozen=True)
 class _Sent:
-    """Placeholder for a tensor that is sent separately."""
+    """Placeholder, in a pickled object, for a tensor that is sent separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -126,7 +126,7 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _Same:
-    """Placeholder for a tensor that the gathering rank already has."""
+    """Placeholder, in a pickled object, for a tensor that the gathering rank already has."""
 
     number: int
 
@@ -215,7 +215,7 @@ class _KnownTensors:
             self._numbers.setdefault(digest, []).append(number)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Return the index of an equal tensor; each index is returned once. Return None if none is left."""
+        """Return the index of an unused entry equal to ``tensor``, and mark it as used; None without such an entry."""
         numbers = self._numbers.get(_digest(tensor))
         return numbers.pop() if numbers else None
 
@@ -263,7 +263,7 @@ class Collectives:
 
     @contextmanager
     def with_all_ranks(self) -> Iterator[None]:
-        """Allow collectives inside the block, because ranks without samples run it too."""
+        """Allow collectives inside a block that all ranks run, including ranks without samples."""
         before, self.absent = self.absent, ()
         try:
             yield

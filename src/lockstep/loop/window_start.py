@@ -147,11 +147,11 @@ class WindowStart:
                     yield kept.value, buffer
 
     def take(self, state: dict[str, Any] | None) -> None:
-        """Use the :meth:`state` from a checkpoint until the next window starts."""
+        """Until the next window starts, use a :meth:`state` from a checkpoint in place of the copy."""
         self._read = state
 
     def state(self, batch: int, with_buffers: bool = True) -> dict[str, Any] | None:
-        """Return the copied state for a checkpoint; None if the current window did not start after ``batch`` batches.
+        """Return the copied state for a checkpoint; None unless the current window starts after ``batch`` batches.
 
         Args:
             batch: number of micro-batches in the epoch before the window.
@@ -182,7 +182,7 @@ class WindowStart:
 
 @torch.no_grad()
 def put_buffers(module: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Copy ``saved``, the buffers in a result of :meth:`WindowStart.state`, into the module."""
+    """Copy saved buffers, which are part of a :meth:`WindowStart.state`, into the module's buffers."""
     buffers = dict(module.named_buffers())
     for name, value in saved.items():
         buffers[name].copy_(value)

@@ -98,7 +98,7 @@ class _Connection:
         return self._out[0][1] if self._out else b""
 
     def sent(self) -> None:
-        """Remove the first buffered message, which has been sent."""
+        """Remove the first buffered message. Call this method after the message was sent."""
         self.waits -= len(self._out.popleft()[1])
 
     def hang_up(self) -> None:
@@ -205,7 +205,7 @@ class Hub:
         return len(text) <= MAX_MESSAGE and self._pass(topic, text, to, newest=newest)
 
     def close(self, last: object = None) -> None:
-        """Send a farewell, so that the other nodes do not report this one as lost, and close all connections.
+        """Close all connections, after a farewell, so that the other nodes do not report this node as lost.
 
         Args:
             last: content of the "farewell" message.
@@ -268,7 +268,7 @@ class Hub:
     # -- sending
 
     def _pass(self, topic: str, text: bytes, to: int | None, excluded: int | None = None, newest: bool = False) -> bool:
-        """Buffer a message for one node, or for all connected nodes. Return True if it was buffered for any node.
+        """Buffer a message for one node, or for all connected nodes. Return True if any node gets it.
 
         The node ``excluded`` does not get the message.
         """

@@ -79,7 +79,7 @@ class RankDifference:
 
 @dataclass(frozen=True)
 class EquivalenceReport:
-    """Result of `check_equivalence`; true if there is no difference.
+    """Result of `check_equivalence`. Its truth value is True if no difference was found.
 
     Attributes:
         title: the strategy and settings that were compared with a single process.
@@ -132,7 +132,7 @@ class RankFinding:
 
 @dataclass
 class Witness:
-    """Observations of one rank during the run with the strategy."""
+    """Record of the observations that one rank makes during the run with the strategy."""
 
     findings: list[RankFinding] = field(default_factory=list)
     largest: float = 0.0
@@ -148,7 +148,7 @@ class Witness:
     """Number of gradient reductions up to the end of each step, and their bytes."""
 
     def forward(self, step: int, weight: float, buffers: Iterable[tuple[str, Tensor]]) -> None:
-        """Record, at the start of a forward, its number of samples and the buffers' values."""
+        """Record the number of samples of a forward, and the buffers' values at the start of the forward."""
         seen = {}
         for name, buffer in buffers:
             found = buffer.detach().cpu()
@@ -345,7 +345,7 @@ def _trainer(flags: dict[str, Any], observer: Callback, seed: int) -> Trainer:
 
 
 class _AloneEnvironment(ClusterEnvironment):
-    """Environment of a run on a single process, which ignores the variables that a launcher has set."""
+    """Cluster environment for a run on a single process. It ignores the variables that a launcher has set."""
 
     creates_processes_externally = True
     main_address = "127.0.0.1"
@@ -443,7 +443,7 @@ class _ProcessRecorder(_Observer):
 
 
 class _Compare(_Observer):
-    """An observer that compares this rank's observations with the single process's, and gathers all findings."""
+    """An observer that compares this rank's observations with the single process's, and gathers all ranks' findings."""
 
     def __init__(self, tolerance: float, clip: float | None, algorithm: str | None) -> None:
         super().__init__()

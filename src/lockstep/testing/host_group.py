@@ -274,7 +274,7 @@ class HostGroup(_Group):
 
 
 class _Works(GroupWork):
-    """Handle of several collectives that are waited for together."""
+    """Handle of several collectives, whose ``wait`` waits for all of them."""
 
     def __init__(self, works: list[Any], result: Any) -> None:
         super().__init__(result)

@@ -162,7 +162,7 @@ class SpikeDetection(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, except for the path of the file, which belongs to this run."""
+        """Load a saved state, but keep this run's path of the file with the recorded batches."""
         vars(self).update({name: state_dict[name] for name in SAVED}, last_val=float(state_dict["last_val"]))
         self.bad_batches = list(state_dict["bad_batches"])
         # Lightning's checkpoints have no running mean.

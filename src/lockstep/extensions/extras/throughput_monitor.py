@@ -30,7 +30,7 @@ _STAGE_OF = {
 
 @dataclass
 class _Meter:
-    """Throughput of one stage, and the totals since the meter was reset."""
+    """Meter of one stage's throughput, with the totals of batches and samples since its last reset."""
 
     throughput: Throughput
     start: float = 0.0
