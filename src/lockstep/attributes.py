@@ -361,7 +361,7 @@ class Attributes:
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Number of validation batches of this rank, by loader."""
+        """List with the number of this rank's validation batches from each loader."""
         loop = self.validate_loop if self.state.fn == "validate" else self.fit_loop.validation
         return loop.num_batches_by_loader
 
@@ -381,18 +381,18 @@ class Attributes:
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Number of batches in the sanity check, by loader."""
+        """List with the number of batches that the sanity check runs from each validation loader."""
         each = self.fit_loop.validation.num_batches_by_loader
         return [min(self.num_sanity_val_steps, batches) for batches in each]
 
     @property
     def num_test_batches(self) -> list[int | float]:
-        """Number of test batches of this rank, by loader."""
+        """List with the number of this rank's test batches from each loader."""
         return self.test_loop.num_batches_by_loader
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """Number of prediction batches of this rank, by loader."""
+        """List with the number of this rank's prediction batches from each loader."""
         return self.predict_loop.num_batches_by_loader
 
     @property

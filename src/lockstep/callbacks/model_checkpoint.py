@@ -617,7 +617,7 @@ class ModelCheckpoint(Checkpoint):
         return path.endswith(self.FILE_EXTENSION) and storage.lies_in(path, str(self.dirpath))
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Return True if a checkpoint with the score `current` is among the best.
+        """Return True if a checkpoint with the score `current` would be among the best ``save_top_k``.
 
         Metrics are already the same on all ranks, so no communication is needed.
 

@@ -171,7 +171,7 @@ class Timer(Callback):
         return {"time_elapsed": {stage.value: self.time_elapsed(stage) for stage in RunningStage}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the training time that had passed when the checkpoint was written."""
+        """Load the training time before the checkpoint, which counts toward ``duration``."""
         self._reset_training()
         self._offset = float(state_dict.get("time_elapsed", {}).get(RunningStage.TRAINING.value, 0.0))
 

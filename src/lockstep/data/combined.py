@@ -158,7 +158,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         return int(length)
 
     def reset(self) -> None:
-        """Abandon the current iteration and end persistent loader workers."""
+        """End the current iteration, and stop persistent workers of the loaders."""
         self._iterator = None
         for loader in self._flattened:
             end_workers(loader)
@@ -236,7 +236,7 @@ def _is_list_of_batches(loaders: object) -> bool:
 
 
 def _is_batch(item: object) -> bool:
-    """Return True if the item must be a batch, because nothing in it can be a loader."""
+    """Return True if the item must be a batch because it contains nothing that could be a loader."""
     if isinstance(item, Mapping | list | tuple):
         parts = list(item.values() if isinstance(item, Mapping) else item)
         return bool(parts) and all(map(_is_batch, parts))
@@ -345,7 +345,7 @@ def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str)
 
 
 def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | None) -> tuple[float, ...]:
-    """Validate the replicas' shares of a global batch. Return them as a tuple, which is empty if all are equal.
+    """Check the replicas' shares of a global batch. Return the shares as a tuple, which is empty if all are equal.
 
     Collective if ``gather`` is not None.
 

@@ -79,7 +79,7 @@ def empty_ranks(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def first_gap(of_parts: Sequence[Sequence[float]], of_rank: Sequence[float]) -> tuple[int, int] | None:
-    """Return (rank, loader index): a rank that has samples of a micro-batch, but none from this loader.
+    """Return (rank, loader index): a rank that has samples of a micro-batch, but none from the loader with this index.
 
     Return None without such a rank.
     """
@@ -107,7 +107,7 @@ class Share(float):
 
 
 def share_of(share: float, part: float) -> float:
-    """Return a share, and the shares of its parts, multiplied by the fraction ``part``."""
+    """Multiply a share by the fraction ``part``, and do the same with the shares of its parts. Return the new share."""
     if type(share) is not Share:
         return share * part
     made = Share(share * part)

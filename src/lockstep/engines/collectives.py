@@ -26,7 +26,7 @@ from lockstep.ground.tree import tree_leaves, tree_map
 
 @dataclass(frozen=True)
 class ReplicaMap:
-    """Mapping from ranks to replicas of the model; the ranks of one replica load the same batches.
+    """Mapping from ranks to replicas of the model. The ranks of one replica load the same batches.
 
     Each rank is a separate replica, unless several ranks share one copy of the model (tensor parallelism, pipeline
     stages).
@@ -68,7 +68,7 @@ class ReplicaMap:
         return tuple(rank for rank, replica in enumerate(self.of_rank) if replica in replicas)
 
     def needs(self, rank: int, saved: Sequence[int], gradients: bool) -> list[int]:
-        """Return the ranks of the saved run whose checkpoint parts this rank needs to resume, in addition to rank 0's.
+        """Return the ranks of the saved run whose checkpoint parts this rank needs to resume, besides rank 0's part.
 
         Args:
             rank: this rank.
@@ -315,14 +315,14 @@ class Collectives:
         return comm.all_reduce(value, operation, group)  # which refuses others
 
     def decide(self, decision: bool, all: bool = True) -> bool:
-        """Return True if ``decision`` is True on all ranks, or (``all=False``) on any of them."""
+        """Return True if ``decision`` is True on all ranks; with ``all=False``, if it is True on any rank."""
         if self.world.size == 1:
             return bool(decision)
         self.check_present("strategy.reduce_boolean_decision(...)")
         return bool(comm.all_reduce(self._sent(torch.tensor(int(decision))), "min" if all else "max"))
 
     def gather_stacked(self, vector: Tensor) -> Tensor:
-        """Gather CPU vectors of equal length from all ranks. Shape of the result: ``(world_size, n)``."""
+        """Gather CPU vectors of equal length from all ranks into one tensor of shape ``(world_size, n)``."""
         return vector.unsqueeze(0) if self.world.size == 1 else comm.all_gather_tensor(self._sent(vector)).cpu()
 
     def combined(self, vector: Tensor, combine: comm.Combine) -> Tensor:

@@ -110,7 +110,7 @@ class Strategy(Engine):
         return self.devices if self.drives_all_devices else [self.root_device]
 
     def setup_environment(self) -> None:
-        """Connect this rank to the others; collectives work afterwards."""
+        """Connect this rank to the other ranks. Collectives work afterwards."""
         make_current(self.root_device)
         if self.root_device.type != "cpu":
             protect_forks()  # a loader worker that freed pinned memory of this process would be aborted
@@ -219,7 +219,7 @@ class Strategy(Engine):
     # -- before users' hooks
 
     def steps_end(self) -> None:
-        """Prepare the module for users' hooks that may read it, after a training forward or an evaluation's steps."""
+        """Prepare the module, after a training forward or an evaluation's steps, for hooks of users that may read it."""
 
     # -- gradients
 
@@ -276,7 +276,7 @@ class Strategy(Engine):
         self.copies.load_window_state(saved.get("buffers", {}))
 
     def divide_gradients(self, weight: float | Tensor) -> float | Tensor:
-        """Divide the gradients by the sum of the weights that all ranks' training steps returned; return the factor.
+        """Divide the gradients by the total weight that all ranks' training steps returned. Return the applied factor.
 
         The factor is the number of ranks (of replicas in a pipeline) / the sum, since gradients are means over these;
         0 if the sum is 0.
@@ -477,7 +477,7 @@ class Strategy(Engine):
         return self.collectives.reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return True if ``decision`` is True on all ranks, or (``all=False``) on any of them.
+        """Return True if ``decision`` is True on all ranks; with ``all=False``, if it is True on any rank.
 
         Raises:
             MisconfigurationException: ranks without samples for the current micro-batch would not join the collective.
@@ -485,7 +485,7 @@ class Strategy(Engine):
         return self.collectives.decide(decision, all)
 
     def gather_stacked(self, vector: Tensor) -> Tensor:
-        """Gather CPU vectors of equal length from all ranks. Shape of the result: ``(world_size, n)``.
+        """Gather CPU vectors of equal length from all ranks into one tensor of shape ``(world_size, n)``.
 
         Args:
             vector: tensor of shape ``(n,)`` on the CPU, of the same dtype on all ranks.

@@ -242,7 +242,7 @@ class RowExchange:
 
 
 def combined(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
-    """Combine the tensors of all ranks with a function, along a tree in which eight neighbors are combined at a time.
+    """Combine the tensors of all ranks with the function ``combine``: in groups of eight neighbors, level by level.
 
     The shape of the tree, and so the bits of the result, depend on the number of ranks alone. With up to eight ranks,
     and if only GPUs can send, each rank gets all tensors and combines them itself. Otherwise a rank gets at most seven

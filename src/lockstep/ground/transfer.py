@@ -32,7 +32,7 @@ def has_pinned_memory(kind: str) -> bool:
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to pinned memory for asynchronous reads by ``device``; return the tensor if unsupported."""
+    """Copy a CPU tensor to pinned memory for asynchronous reads by ``device``. Return it unchanged if unsupported."""
     return tensor.pin_memory() if has_pinned_memory(device.type) else tensor
 
 

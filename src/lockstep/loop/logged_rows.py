@@ -98,7 +98,7 @@ class Rows:
 
     @functools.cached_property
     def _extremes(self) -> dict[str, list[int]]:
-        """Indices of the names that are reduced by "min" or "max", in a dict with these two keys."""
+        """Indices of the names that are reduced by "min" or "max", in a dict by reduction."""
         ops = self.ops[: self.capacity]
         return {op: [place for place, each in enumerate(ops) if each == op] for op in ("min", "max") if op in ops}
 
@@ -129,7 +129,7 @@ def part_of(op: str, value: Any, weight: float, micro_batch: float) -> Part:
 
 
 def head(names: int, count: int, wants_each_step: bool) -> list[float]:
-    """Return the header of a row. It also contains the negated hash and count, whose maximum yields the minimum."""
+    """Return the header of a row. It contains the hash and count and their negatives, to find maximum and minimum."""
     return [float(names), float(count), -float(names), -float(count), float(wants_each_step)]
 
 

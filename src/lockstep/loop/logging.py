@@ -65,13 +65,13 @@ def _newest(entry: Entry) -> tuple[Any, float, int]:
 
 
 def _hash(fresh: list[Entry]) -> int:
-    """Return a hash of a rank's logged entries; ranks with the same entries get the same hash."""
+    """Return a hash of a rank's logged entries. Ranks with the same entries get the same hash."""
     names = repr([(entry.key, entry.op, entry.metric is not None, entry.dtype) for entry in fresh])
     return zlib.crc32(names.encode())
 
 
 class LogCollector:
-    """Collector of the ``self.log`` values of one stage (training or an evaluation), which it also reduces.
+    """Collector that records the ``self.log`` values of one stage (training or an evaluation) and reduces them.
 
     Values of single steps are this rank's own until one of these reductions, which are collective: :meth:`reduce_step`
     at logging intervals; :meth:`agree_on_step` before a decision depends on them, and after every micro-batch once any
@@ -157,7 +157,7 @@ class LogCollector:
             self.table = self._table_of(self.hook)
 
     def _table_of(self, hook: tuple[str, int]) -> dict[str, Entry]:
-        """Return the entries for a (hook, loader) pair by name; create the table if it is missing."""
+        """Return the table of entries, by name, for a (hook, loader) pair. Create the table if it is missing."""
         if hook not in self._tables:
             tables = {**self._tables, hook: {}}
             self._tables = {key: tables[key] for key in sorted(tables, key=lambda key: (_PLACES[key[0]], key))}
@@ -273,7 +273,7 @@ class LogCollector:
 
     @does("reducing logged values")
     def reduce_step(self) -> list[tuple[Entry, str, Tensor]]:
-        """Reduce on_step values; return all values reduced since the last call, for the loggers. Collective."""
+        """Reduce on_step values. Return all values reduced since the last call, to send them to loggers. Collective."""
         self.agree_on_step()
         values, self._agreed = list(self._agreed.values()), {}
         return values

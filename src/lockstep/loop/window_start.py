@@ -57,7 +57,7 @@ class _Buffer:
     value: Tensor
 
     def fits(self, buffer: Tensor) -> bool:
-        """Return True if ``buffer`` has the shape and dtype of the copy, so that its values can be stored there."""
+        """Return True if the copy can store the values of ``buffer``, because both have the same shape and dtype."""
         return self.value.shape == buffer.shape and self.value.dtype == buffer.dtype
 
     def unchanged(self) -> bool:
@@ -71,7 +71,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 class WindowStart:
-    """Copy of the state at the start of the current accumulation window, if windows have several micro-batches.
+    """Copy of the state at the start of the current accumulation window, if it has several micro-batches.
 
     Example:
         >>> start.begin_epoch(module, results, published)

@@ -151,7 +151,7 @@ def was_caught(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
 
 
 def has_continued(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
-    """Return True if a script caught an exception and made another call, while another rank is in the failed call."""
+    """Return True if a script caught an exception and made another call, while a rank is still in the failed call."""
     position = positions.get(cause.rank)
     if position is None or cause.lost or not 0 < cause.call < position.call:
         return False

@@ -37,7 +37,7 @@ class Decision:
 
 
 class Nodes:
-    """This node's participant in the agreement on which failure came first. Node 0 decides, the other nodes accept.
+    """Agreement of this node with the other nodes on which failure came first. Node 0 decides, other nodes accept.
 
     Args:
         node: number of this node.

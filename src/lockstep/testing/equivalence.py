@@ -120,7 +120,7 @@ class EquivalenceReport:
 
 @dataclass(frozen=True)
 class RankFinding:
-    """A difference on one rank; ranks with equal ``digest`` have the same wrong tensor."""
+    """Difference found on one rank. Findings with equal ``digest`` are about equal wrong tensors."""
 
     step: int
     what: str
@@ -171,7 +171,7 @@ def digest(tensor: Tensor | None) -> str:
 
 
 def judge(title: str, steps: int, ranks: list[Witness]) -> EquivalenceReport:
-    """Combine what all ranks have observed into a report."""
+    """Combine the observations of all ranks into a report."""
     by_place: dict[tuple[int, str, str], dict[int, RankFinding]] = defaultdict(dict)
     for rank, witness in enumerate(ranks):
         for finding in witness.findings:
@@ -209,7 +209,7 @@ def _stale_buffers(ranks: list[Witness]) -> list[RankDifference]:
 
 
 def _cause(first: tuple[RankDifference, ...], ranks: list[Witness]) -> str:
-    """Guess the cause from the first differences."""
+    """Return the probable cause of the differences, as a text for the report."""
     step, what = first[0].step, first[0].what
     if what == STEPS:
         return "the runs make different steps, because data ends at different points or an update is omitted"
@@ -365,7 +365,7 @@ class _AloneEnvironment(ClusterEnvironment):
 
 @dataclass
 class _Observation:
-    """Tensors of one kind, by parameter name, in one step; a gradient may be None."""
+    """Observed tensors of one kind in one step, by parameter name. A missing gradient is None."""
 
     step: int
     what: str
@@ -384,7 +384,7 @@ class _Observer(Callback):
         self._updated = 0
 
     def take(self, observation: _Observation) -> None:
-        """Process an observation; both runs make the same observations in the same order."""
+        """Process an observation of this run. Both runs make the same kinds of observations in the same order."""
         raise NotImplementedError
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

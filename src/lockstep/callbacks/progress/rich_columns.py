@@ -21,7 +21,7 @@ except ModuleNotFoundError:
 
 
 class _Column(ProgressColumn):
-    """A rich column with one style, whose text comes from a task's `Meter`."""
+    """Base class of columns for rich, with one style and with text from a task's `Meter`."""
 
     justify: JustifyMethod = "right"
 

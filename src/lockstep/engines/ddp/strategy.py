@@ -400,7 +400,7 @@ class DDPStrategy(RankedStrategy):
 
     @property
     def _local(self) -> CountedLocalSteps | None:
-        """Local steps of this fit, between which the ranks' weights differ; None without local steps."""
+        """Object that counts this fit's local steps and averages the weights; None if the fit runs no local steps."""
         return self.copies.local_steps  # type: ignore[return-value]  # only `AttachableHook.attach` sets it
 
     def teardown(self) -> None:

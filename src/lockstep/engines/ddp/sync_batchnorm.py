@@ -317,7 +317,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
 
 def synchronized_layers(module: nn.Module) -> Iterator[SyncBatchNorm]:
-    """Yield the layers inside ``module`` that use the statistics of all ranks, each once."""
+    """Yield each layer inside ``module`` that uses the statistics of all ranks, without duplicates."""
     return (layer for layer in module.modules() if isinstance(layer, SyncBatchNorm))
 
 

@@ -137,7 +137,7 @@ def put(parameter: Any, value: Tensor) -> None:
 
 @contextmanager
 def lean_linear() -> Iterator[None]:
-    """Inside the block, linear layers save the weight itself for the backward, because a view would keep it in memory.
+    """Inside the block, linear layers save the parameter for the backward. A view would keep the full weight in memory.
 
     A backward that recomputes layers must run in this context, too, since torch checks that the layers save as many
     tensors as in the first forward.

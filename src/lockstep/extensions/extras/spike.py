@@ -103,7 +103,7 @@ class SpikeDetection(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
-        """Check the batch's loss on each rank; if the loss on any rank is a spike, raise on all ranks.
+        """Check the batch's loss on each rank. If the loss is a spike on any rank, raise on all ranks.
 
         Raises:
             TrainingSpikeException: the loss of any rank is a spike; raised on all ranks.

@@ -131,7 +131,7 @@ class Space:
         return all(isinstance(dimension, Options) for dimension in self.dimensions.values())
 
     def at(self, number: int) -> dict[str, Any]:
-        """Return the values of combination ``number`` by name; ``number`` is less than `size`."""
+        """Return the hyperparameter values, by name, of the combination with index ``number``, from 0 to `size` - 1."""
         found: list[tuple[str, Any]] = []
         for name, dimension in reversed(self.dimensions.items()):
             number, at = divmod(number, len(dimension))

@@ -331,7 +331,7 @@ class StudyTrial:
         return self._study.get_trials(deepcopy=False, states=states or None)
 
     def _entries(self) -> list[FrozenTrial]:
-        """Return the study's entries for this trial, the newest last."""
+        """Return all entries of the study that belong to this trial, ordered from the oldest to the newest."""
         return [trial for trial in self._all() if trial.user_attrs.get(NUMBER) == self.number]
 
     def _entry(self) -> FrozenTrial | None:
@@ -346,7 +346,7 @@ class StudyTrial:
 
 
 def fail_dead(folder: Path) -> list[int]:
-    """Mark the trials whose heartbeat has stopped as failed, and return their numbers.
+    """Mark all trials as failed whose heartbeat has stopped, and return the numbers of these trials.
 
     Each trial also does this when it starts and ends. This function serves when no trial starts or ends any more.
 

@@ -89,7 +89,7 @@ class PowerSGDState:
 
 
 def power_sgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Communication hook that averages gradients approximately, with (n + m) ``state.rank`` numbers per n x m matrix.
+    """Average gradients approximately: send (n + m) ``state.rank`` numbers for an n x m matrix. A communication hook.
 
     M is a gradient on this rank, with n rows (its first dimension) of m numbers, plus the errors so far. All ranks
     multiply M with the same thin matrix Q, average P = M Q and make its columns orthonormal. Then they average
