@@ -219,7 +219,7 @@ class Strategy(Engine):
     # -- before users' hooks
 
     def steps_end(self) -> None:
-        """Prepare the module, after a training forward or an evaluation's steps, for hooks of users that may read it."""
+        """Prepare the module, after a training forward or an evaluation's steps, so that users' hooks can read it."""
 
     # -- gradients
 

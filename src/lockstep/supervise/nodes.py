@@ -28,7 +28,7 @@ NOT_REPORTED = "this node will not report failures of other nodes"
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision of node 0: the failure that all nodes accept as the first failure of the run."""
+    """Result of the agreement: the failure that all nodes accept as the first failure of the run."""
 
     words: str
     node: int  #: node of the cause
