@@ -117,7 +117,7 @@ class Strategy(Engine):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Context for ``configure_model`` to create layers. Then fills parameters on the meta device. Collective.
+        """Inside the block, ``configure_model`` creates layers. On exit, fill parameters on the meta device. Collective.
 
         Args:
             module: module whose ``configure_model`` runs in the block.

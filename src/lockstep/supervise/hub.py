@@ -84,7 +84,7 @@ class _Connection:
         self._out: deque[tuple[str, bytes]] = deque()
 
     def put(self, topic: str, text: bytes, newest: bool = False) -> bool:
-        """Buffer a message, return True. With ``newest``, return False instead if the topic has a buffered message."""
+        """Buffer a message and return True. With ``newest``, return False if a message of the same topic is waiting."""
         if newest and any(waiting == topic for waiting, _ in self._out):
             return False
         self._out.append((topic, text))

@@ -120,7 +120,7 @@ class EquivalenceReport:
 
 @dataclass(frozen=True)
 class RankFinding:
-    """Difference found on one rank. Findings with equal ``digest`` are about equal wrong tensors."""
+    """Difference found on one rank. Ranks with the same wrong tensor have equal ``digest``."""
 
     step: int
     what: str
