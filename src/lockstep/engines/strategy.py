@@ -117,7 +117,7 @@ class Strategy(Engine):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Inside the block, ``configure_model`` creates layers. On exit, fill parameters on the meta device. Collective.
+        """Inside the block, ``configure_model`` creates layers. On exit, fill meta-device parameters. Collective.
 
         Args:
             module: module whose ``configure_model`` runs in the block.
