@@ -283,7 +283,7 @@ class Attributes:
 
     @property
     def is_padding_batch(self) -> bool:
-        """True during a padding batch: a rank without samples repeats another rank's. Exclude such batches from counts.
+        """True during a padding batch: a rank without samples repeats another rank's batch. Exclude it from counts.
 
         Padding batches occur on several ranks if the last samples of an epoch do not suffice for all: under manual
         optimization, and under FSDP, also in evaluations, because all ranks must run each forward together.
@@ -361,7 +361,7 @@ class Attributes:
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Number of validation batches of this rank, by loader."""
+        """List with the number of this rank's validation batches from each loader."""
         loop = self.validate_loop if self.state.fn == "validate" else self.fit_loop.validation
         return loop.num_batches_by_loader
 
@@ -381,18 +381,18 @@ class Attributes:
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Number of batches in the sanity check, by loader."""
+        """List with the number of batches that the sanity check runs from each validation loader."""
         each = self.fit_loop.validation.num_batches_by_loader
         return [min(self.num_sanity_val_steps, batches) for batches in each]
 
     @property
     def num_test_batches(self) -> list[int | float]:
-        """Number of test batches of this rank, by loader."""
+        """List with the number of this rank's test batches from each loader."""
         return self.test_loop.num_batches_by_loader
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """Number of prediction batches of this rank, by loader."""
+        """List with the number of this rank's prediction batches from each loader."""
         return self.predict_loop.num_batches_by_loader
 
     @property

@@ -505,7 +505,7 @@ class ModelCheckpoint(Checkpoint):
         return displaced
 
     def _name_last(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
-        """Set the path that this save uses for ``last.ckpt``; return the path of the previous one, or ``""``."""
+        """Choose the path of ``last.ckpt`` for this save. Return the path of the previous ``last.ckpt``, or ``""``."""
         if not self.save_last:
             return ""
         previous = self.last_model_path
@@ -567,7 +567,7 @@ class ModelCheckpoint(Checkpoint):
             self._displaced[path] = storage.modified(path)
 
     def _end_interrupted_save(self, trainer: Trainer) -> None:
-        """Complete the save that a kill has interrupted, before a resumed fit trains. Collective."""
+        """Before a resumed fit trains, complete a save during which the earlier process was killed. Collective."""
         path, state = trainer.strategy.broadcast(self._interrupted_save(trainer))
         if path:
             self.load_state_dict(state)
@@ -595,7 +595,7 @@ class ModelCheckpoint(Checkpoint):
         return "", {}
 
     def _saves_in(self, path: str) -> Sequence[str]:
-        """Return two ids stored in the checkpoint `path`: of the previous save, and of the save that wrote the file."""
+        """Return (id of the previous save, id of the save that wrote the file), read from the checkpoint `path`."""
         found: Sequence[str] = self._glance(path).get("saves", ("", ""))
         return found
 
@@ -617,7 +617,7 @@ class ModelCheckpoint(Checkpoint):
         return path.endswith(self.FILE_EXTENSION) and storage.lies_in(path, str(self.dirpath))
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Return True if a checkpoint with the score `current` is among the best.
+        """Return True if a checkpoint with the score `current` would be among the best ``save_top_k``.
 
         Metrics are already the same on all ranks, so no communication is needed.
 
@@ -711,7 +711,7 @@ class ModelCheckpoint(Checkpoint):
         return os.path.join(self.dirpath, name) if self.dirpath else name
 
     def _free_path(self, trainer: Trainer, metrics: dict[str, Tensor], own: str, filename: str | None = None) -> str:
-        """Return an unused path, with a version like ``-v1`` if needed; the file `own` may be overwritten."""
+        """Return an unused checkpoint path, with a version like ``-v1`` if needed. The path `own` counts as unused."""
         path = self.format_checkpoint_name(metrics, filename)
         version = self.STARTING_VERSION
         while self._enable_version_counter and path not in (own, self._interrupted) and self.file_exists(path, trainer):
@@ -730,7 +730,7 @@ class ModelCheckpoint(Checkpoint):
         return bool(trainer.strategy.broadcast(found))
 
     def find_last(self, trainer: Trainer) -> set[str]:
-        """Return the newest of ``last.ckpt``, ``last-v1.ckpt`` etc.; without any, all checkpoints in the folder."""
+        """Return the path of the newest ``last.ckpt``, ``last-v1.ckpt`` etc. Without any, return all checkpoints."""
         folder = self._choose_folder(trainer)
         pattern = name_pattern(self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION)
         names = [name for name in storage.names(folder) if name.endswith(self.FILE_EXTENSION)]

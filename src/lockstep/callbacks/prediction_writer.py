@@ -34,7 +34,7 @@ class WriteInterval(str, Enum):
 
 
 class BasePredictionWriter(Callback):
-    """Base class of callbacks that store the results of ``trainer.predict``; a subclass decides how.
+    """Base class of callbacks that store the results of ``trainer.predict``. Subclasses implement the storing.
 
     On several ranks each one writes its own share, so include the rank in the file names. Every sample is
     predicted once, on one of the ranks; ``batch_indices`` maps the predictions to samples of the data set.

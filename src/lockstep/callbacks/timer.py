@@ -89,7 +89,7 @@ class Timer(Callback):
         return self._end.get(RunningStage(stage))
 
     def time_elapsed(self, stage: str = RunningStage.TRAINING) -> float:
-        """Return the seconds from a stage's start until now or its end.
+        """Return the duration of a stage in seconds: up to its end, or up to now while it is running.
 
         For training, the time before the checkpoint from which the fit resumes is included.
 
@@ -120,7 +120,7 @@ class Timer(Callback):
     # -- the stages ----------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the time limit, which a resumed run may have exceeded before its checkpoint was written."""
+        """Request the end of training if the training time before the checkpoint has already reached the time limit."""
         self.stopping_reason_message = None
         if RunningStage.TRAINING in self._start:  # from an earlier fit, which this one does not continue
             self._reset_training()
@@ -167,11 +167,11 @@ class Timer(Callback):
     # -- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the elapsed seconds of each stage, with Lightning's keys."""
+        """Return the elapsed seconds of each stage, under the keys that Lightning uses."""
         return {"time_elapsed": {stage.value: self.time_elapsed(stage) for stage in RunningStage}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the training time that had passed when the checkpoint was written."""
+        """Load the training time before the checkpoint, which counts toward ``duration``."""
         self._reset_training()
         self._offset = float(state_dict.get("time_elapsed", {}).get(RunningStage.TRAINING.value, 0.0))
 

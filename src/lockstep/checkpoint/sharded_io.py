@@ -81,7 +81,7 @@ class AsyncShardedCheckpointIO(AsyncCheckpointIO):
         self._write_later(partial(sharded.write, parts, planner, path, self._group), path)
 
     def _agree(self) -> None:
-        """Wait for the current write; if it has failed on any rank, raise on all ranks. Collective."""
+        """Wait for the current write. If the write has failed on any rank, raise on all ranks. Collective."""
         error: Exception | None = None
         try:
             self.wait()

@@ -39,7 +39,7 @@ def local(path: PathLike) -> Path:
 
 
 def _remote(path: PathLike) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path on it."""
+    """Return (file system, path in this file system) for a URL."""
     core = importlib.import_module("fsspec.core")  # late: torch requires it, but the import is slow
     system, name = core.url_to_fs(os.fspath(path))
     system.invalidate_cache()  # other ranks write, too
@@ -212,7 +212,7 @@ class NewRemoteFolder:
         system.makedirs(f"{name}/{self.prefix[:-1]}", exist_ok=True)
 
     def commit(self, index: bytes) -> None:
-        """Write the index, which completes the checkpoint; delete files of an earlier checkpoint at the same URL."""
+        """Write the index, which completes the checkpoint. Then delete an earlier checkpoint's files at this URL."""
         with replacing(inside(self._target, INDEX)) as file:
             file.write(index)
         self._is_there = True
@@ -282,7 +282,7 @@ def _take_place(temporary: Path, target: Path) -> None:
 
 
 def _exchange(temporary: Path, target: Path) -> Path:
-    """Swap two names on the disk; return the new path of the earlier file or folder at `target`.
+    """Swap the files or folders at two paths. Return the new path of the one that was at `target`.
 
     If the system cannot swap names atomically, `target` does not exist for a moment.
     """
@@ -393,7 +393,7 @@ def _sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def written_by_torch(folder: Path) -> Iterator[None]:
-    """Convert torch's RuntimeErrors for failed writes, such as to a full disk, to an OSError with the reason.
+    """Inside the block, convert torch's RuntimeError for a failed write (such as a full disk) to an OSError.
 
     Raises:
         OSError: in place of torch's error.
@@ -410,7 +410,7 @@ def written_by_torch(folder: Path) -> Iterator[None]:
 
 
 def raise_interruption(error: RuntimeError) -> None:
-    """Raise the KeyboardInterrupt or similar that interrupted ``torch.save``, in place of torch's error."""
+    """If a KeyboardInterrupt or similar interrupted ``torch.save``, raise it in place of torch's error."""
     interruption = error.__context__
     if interruption is not None and not isinstance(interruption, Exception):
         raise interruption.with_traceback(None) from None
@@ -459,7 +459,7 @@ def reading(path: PathLike | IO[bytes]) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def opened(path: PathLike) -> Iterator[IO[bytes]]:
-    """Open a file for reading parts of it; a remote file is read directly, without a copy.
+    """Open a file to read parts of its content. A remote file is read directly, without a copy.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -608,7 +608,7 @@ def link(path: PathLike, target: PathLike) -> None:
 
 
 def check_writable(folder: PathLike) -> None:
-    """Raise if `folder` is not writable, or if it does not exist and cannot be created; nothing is written.
+    """Raise if `folder` is not writable, or if it does not exist and cannot be created. Nothing is written.
 
     Raises:
         OSError: the folder is not writable; the message has the reason. URLs are not checked.

@@ -57,7 +57,7 @@ _END = object()
 
 
 class CombinedLoader(Iterable[tuple[Any, int, int]]):
-    """A combination of several loaders. Iterating over it yields (batch, batch_idx, dataloader_idx).
+    """Loader that combines several loaders. Iterating over it yields (batch, batch_idx, dataloader_idx).
 
     Args:
         iterables: a dict, list or other nest of loaders; batches have the same structure.
@@ -158,7 +158,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         return int(length)
 
     def reset(self) -> None:
-        """Abandon the current iteration and end persistent loader workers."""
+        """End the current iteration, and stop persistent workers of the loaders."""
         self._iterator = None
         for loader in self._flattened:
             end_workers(loader)
@@ -186,7 +186,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 def rows(
     openers: Sequence[Callable[[int], Iterator[Any]]], mode: str, turns: Sequence[int] | None = None
 ) -> Iterator[list[Any]]:
-    """Yield rows, which are lists with one batch from each of several iterators. ``"sequential"`` is not supported.
+    """Yield lists with one batch from each of several iterators. The mode ``"sequential"`` is not supported.
 
     The iterators are opened when this function is called, not at the first item.
 
@@ -221,7 +221,7 @@ def _drawn_from(
 
 
 def flatten(loaders: object) -> tuple[list[Any], TreeSpec]:
-    """Return a list of the loaders in a nest of dicts and lists, and the tree spec that rebuilds the nest.
+    """Return (list of the loaders in a nest of dicts and lists, tree spec that rebuilds the nest).
 
     A list counts as a loader, not as a nest, if its items are batches: tensors, objects that cannot be iterated,
     arrays, or tuples or dicts that contain only tensors, arrays, strings and numbers.
@@ -236,7 +236,7 @@ def _is_list_of_batches(loaders: object) -> bool:
 
 
 def _is_batch(item: object) -> bool:
-    """Return True if the item is a batch, because it contains nothing that could be a loader."""
+    """Return True if the item must be a batch because it contains nothing that could be a loader."""
     if isinstance(item, Mapping | list | tuple):
         parts = list(item.values() if isinstance(item, Mapping) else item)
         return bool(parts) and all(map(_is_batch, parts))
@@ -247,7 +247,7 @@ def _is_batch(item: object) -> bool:
 
 
 def unpack(returned: object, mode: str) -> tuple[list[Any], TreeSpec | None, str]:
-    """Return the list of loaders in a value from a loader hook, the tree spec of their nest, and the mode.
+    """Return (list of loaders, tree spec of their nest, mode) for a value that a dataloader hook returned.
 
     The spec describes the nest of the loaders; it is None for a single loader that is not in a container.
     """
@@ -261,7 +261,7 @@ def unpack(returned: object, mode: str) -> tuple[list[Any], TreeSpec | None, str
 def make_sources(
     loaders: list[Any], spec: SourceSpec, overfit: bool = False
 ) -> tuple[list[LoaderSource], list[Any], list[str]]:
-    """Return three lists for a stage: a source for each loader, the loaders, and their names in messages.
+    """Return (sources, loaders, names for messages) of a stage: three lists with an item for each loader.
 
     With ``overfit``, the returned loaders read their data sets in order instead of shuffling.
     """
@@ -274,7 +274,7 @@ def make_sources(
 
 
 def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str) -> LoaderSource:
-    """Return the source that reads a loader or another iterable of batches, chosen by its kind.
+    """Create the source that reads a loader or another iterable of batches. The loader's kind determines its class.
 
     Args:
         loader: the value that a dataloader hook returned, or one loader from it.
@@ -327,7 +327,7 @@ READ_BY_ALL = (
 
 
 def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str) -> Indexed:
-    """Return the source for a loader over a map-style data set, chosen by the loader's sampler."""
+    """Create the source for a loader over a map-style data set. The loader's sampler determines its class."""
     sampling = Sampling.of(loader, spec, key, name)
     sampler = sampling.sampler
     if sampling.batch_size is not None:
@@ -345,7 +345,7 @@ def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str)
 
 
 def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | None) -> tuple[float, ...]:
-    """Validate the replicas' shares of a global batch. Return them as a tuple, which is empty if all are equal.
+    """Check the replicas' shares of a global batch. Return the shares as a tuple, which is empty if all are equal.
 
     Collective if ``gather`` is not None.
 
@@ -410,7 +410,7 @@ def check_own_share(sampler: DistributedSampler[Any], spec: SourceSpec, name: st
 
 
 class RowWeight(float):
-    """The weight of a micro-batch with parts from several loaders: the maximum of the weights of its parts.
+    """Weight of a micro-batch with parts from several loaders, which is the maximum of the parts' weights.
 
     Attributes:
         parts: the weight of each part.
@@ -428,7 +428,7 @@ class RowWeight(float):
 
 
 class Mixed(LoaderSource):
-    """A source whose micro-batches combine those of several sources. ``"sequential"`` mode is not supported.
+    """Source that combines the micro-batches of several sources. The mode ``"sequential"`` is not supported.
 
     A micro-batch has the weight of its heaviest part. A part is None on a rank that has no samples of it.
 
@@ -557,7 +557,7 @@ class Mixed(LoaderSource):
     def _rows(
         self, open_part: Sequence[Callable[..., Iterator[Any]]], epoch: int, start: int, stop: int | float
     ) -> Iterator[list[Any]]:
-        """Yield rows, which are lists with one batch from each part, starting with micro-batch ``start``."""
+        """Yield lists with one batch from each part, starting with micro-batch ``start``."""
         cycles = self._mode == "max_size_cycle"
         begin = 0 if self._rereads else start
         begins = [divmod(begin, int(length)) if cycles and begin else (0, begin) for length in self._lengths]
@@ -578,7 +578,7 @@ class Mixed(LoaderSource):
         return self._reread(opened, epoch, start) if self._rereads else opened()
 
     def _reread(self, opened: Callable[[], Iterator[list[Any]]], epoch: int, start: int) -> Iterator[list[Any]]:
-        """Read a pass again from its beginning with a checkpoint's random states. Skip the first ``start`` rows."""
+        """Read a pass again with a checkpoint's random states, and skip its first ``start`` micro-batches."""
         resume, self._resume = self._resume or {}, None
         self._epoch = epoch
         # Earlier versions did not save the epoch.

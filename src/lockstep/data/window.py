@@ -58,7 +58,7 @@ class Window:
         self._among = among  # returns the parts for a subset of averaging ranks; None: all weights are equal
 
     def share_among(self, ranks: Sequence[int]) -> None:
-        """Recompute the shares because only the given ``ranks``, including this rank, average their gradients."""
+        """Recompute the shares for a window in which only ``ranks``, including this rank, average their gradients."""
         if self._among is not None:
             self._parts = self._among(ranks)[self.num_done :]
 
@@ -74,12 +74,12 @@ class Window:
 
 
 def empty_ranks(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the ranks whose weight (number of samples) is 0, with Python's built-in functions for speed."""
+    """Return the ranks whose weight (number of samples) is 0."""
     return tuple(itertools.compress(itertools.count(), map(not_, weights))) if 0 in weights else ()
 
 
 def first_gap(of_parts: Sequence[Sequence[float]], of_rank: Sequence[float]) -> tuple[int, int] | None:
-    """Return a rank that has samples of a micro-batch but none from one of the loaders, and the loader's index.
+    """Return (rank, loader index): a rank that has samples of a micro-batch, but none from the loader with this index.
 
     Return None without such a rank.
     """
@@ -107,7 +107,7 @@ class Share(float):
 
 
 def share_of(share: float, part: float) -> float:
-    """Multiply a share, including the shares of its parts, by the fraction ``part``."""
+    """Multiply a share by the fraction ``part``, and do the same with the shares of its parts. Return the new share."""
     if type(share) is not Share:
         return share * part
     made = Share(share * part)

@@ -26,7 +26,7 @@ from lockstep.ground.tree import tree_leaves, tree_map
 
 @dataclass(frozen=True)
 class ReplicaMap:
-    """Mapping from ranks to replicas of the model; the ranks of one replica load the same batches.
+    """Mapping from ranks to replicas of the model. The ranks of one replica load the same batches.
 
     Each rank is a separate replica, unless several ranks share one copy of the model (tensor parallelism, pipeline
     stages).
@@ -48,7 +48,7 @@ class ReplicaMap:
 
     @property
     def first_ranks(self) -> list[int]:
-        """First rank of each replica; the other ranks of a replica have the same values."""
+        """The first rank of each replica. The other ranks of the replica have the same values."""
         return [self.of_rank.index(replica) for replica in range(self.count)]
 
     @property
@@ -68,7 +68,7 @@ class ReplicaMap:
         return tuple(rank for rank, replica in enumerate(self.of_rank) if replica in replicas)
 
     def needs(self, rank: int, saved: Sequence[int], gradients: bool) -> list[int]:
-        """Return the ranks of the saved run whose checkpoint parts this rank needs to resume, in addition to rank 0's.
+        """Return the ranks of the saved run whose checkpoint parts this rank needs to resume, besides rank 0's part.
 
         Args:
             rank: this rank.
@@ -118,7 +118,7 @@ def group_among(parts: Sequence[Sequence[int]], timeout: timedelta) -> comm.Grou
 
 @dataclass(frozen=True)
 class _Sent:
-    """Placeholder for a tensor that is sent separately."""
+    """Placeholder, in a pickled object, for a tensor that is sent separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -126,7 +126,7 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _Same:
-    """Placeholder for a tensor that the gathering rank already has."""
+    """Placeholder, in a pickled object, for a tensor that the gathering rank already has."""
 
     number: int
 
@@ -215,7 +215,7 @@ class _KnownTensors:
             self._numbers.setdefault(digest, []).append(number)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Return the index of an equal tensor; each index is returned once. Return None if none is left."""
+        """Return the index of an unused entry equal to ``tensor``, and mark it as used; None without such an entry."""
         numbers = self._numbers.get(_digest(tensor))
         return numbers.pop() if numbers else None
 
@@ -263,7 +263,7 @@ class Collectives:
 
     @contextmanager
     def with_all_ranks(self) -> Iterator[None]:
-        """Allow collectives inside the block, because ranks without samples run it too."""
+        """Allow collectives inside a block that all ranks run, including ranks without samples."""
         before, self.absent = self.absent, ()
         try:
             yield
@@ -315,14 +315,14 @@ class Collectives:
         return comm.all_reduce(value, operation, group)  # which refuses others
 
     def decide(self, decision: bool, all: bool = True) -> bool:
-        """Return True if ``decision`` is True on all ranks, or (``all=False``) on any of them."""
+        """Return True if ``decision`` is True on all ranks; with ``all=False``, if it is True on any rank."""
         if self.world.size == 1:
             return bool(decision)
         self.check_present("strategy.reduce_boolean_decision(...)")
         return bool(comm.all_reduce(self._sent(torch.tensor(int(decision))), "min" if all else "max"))
 
     def gather_stacked(self, vector: Tensor) -> Tensor:
-        """Gather CPU vectors of equal length from all ranks. Shape of the result: ``(world_size, n)``."""
+        """Gather CPU vectors of equal length from all ranks into one tensor of shape ``(world_size, n)``."""
         return vector.unsqueeze(0) if self.world.size == 1 else comm.all_gather_tensor(self._sent(vector)).cpu()
 
     def combined(self, vector: Tensor, combine: comm.Combine) -> Tensor:

@@ -110,14 +110,14 @@ class Strategy(Engine):
         return self.devices if self.drives_all_devices else [self.root_device]
 
     def setup_environment(self) -> None:
-        """Connect this rank to the others; collectives work afterwards."""
+        """Connect this rank to the other ranks. Collectives work afterwards."""
         make_current(self.root_device)
         if self.root_device.type != "cpu":
             protect_forks()  # a loader worker that freed pinned memory of this process would be aborted
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Let ``configure_model`` create layers in the block; then fill parameters on the meta device. Collective.
+        """Inside the block, ``configure_model`` creates layers. On exit, fill meta-device parameters. Collective.
 
         Args:
             module: module whose ``configure_model`` runs in the block.
@@ -142,7 +142,7 @@ class Strategy(Engine):
         self.check_trained(replaced=True)
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Raise if module or optimizers got new parameters, which ranks would train differently. Collective.
+        """Raise if the module or the optimizers have new parameters that ranks would train differently. Collective.
 
         Args:
             replaced: True if new optimizers replaced the previous ones; False after the first hooks of an epoch, also
@@ -156,7 +156,7 @@ class Strategy(Engine):
     # -- micro-batches for which ranks have no samples
 
     def _together(self) -> str:
-        """Return the start of a message about layers that all ranks run together; "" if no layer communicates."""
+        """Return the start of an error message if all ranks must run layers together; "" if no layer communicates."""
         if self.runs_padding:
             return f"Under {self.engine or type(self).__name__} ranks run each layer together"
         return SYNCHRONIZED if self.copies.norms is not None else ""
@@ -188,7 +188,7 @@ class Strategy(Engine):
 
     @contextmanager
     def without_ranks(self, absent: tuple[int, ...]) -> Iterator[None]:
-        """Let layers communicate without the ``absent`` ranks, which have no samples for a micro-batch.
+        """Inside the block, layers communicate without the ``absent`` ranks, which have no samples for a micro-batch.
 
         Collective, also for the absent ranks, which join the synchronization of buffers before a training forward.
         """
@@ -219,13 +219,13 @@ class Strategy(Engine):
     # -- before users' hooks
 
     def steps_end(self) -> None:
-        """Prepare the module for users' hooks that may read it, after a training forward or an evaluation's steps."""
+        """Prepare the module, after a training forward or an evaluation's steps, so that users' hooks can read it."""
 
     # -- gradients
 
     @contextmanager
     def synchronize(self, sync: bool) -> Iterator[None]:
-        """Turn the gradient reduction in backwards on or off inside the block.
+        """Inside the block, enable or disable the reduction of gradients in the backward.
 
         Args:
             sync: True: backwards reduce gradients; False: gradients accumulate on each rank.
@@ -267,7 +267,7 @@ class Strategy(Engine):
         return {**self.gradients.window_state(), "buffers": self.copies.window_state()}
 
     def load_window_state(self, saved: dict[str, Any]) -> None:
-        """Restore the result of :meth:`window_state`. Collective.
+        """Restore the gradients and buffers that :meth:`window_state` returned. Collective.
 
         Args:
             saved: state that this rank saved.
@@ -276,7 +276,7 @@ class Strategy(Engine):
         self.copies.load_window_state(saved.get("buffers", {}))
 
     def divide_gradients(self, weight: float | Tensor) -> float | Tensor:
-        """Divide the gradients by the sum of the weights that all ranks' training steps returned; return the factor.
+        """Divide the gradients by the total weight that all ranks' training steps returned. Return the applied factor.
 
         The factor is the number of ranks (of replicas in a pipeline) / the sum, since gradients are means over these;
         0 if the sum is 0.
@@ -336,7 +336,7 @@ class Strategy(Engine):
 
     @property
     def absent(self) -> tuple[int, ...]:
-        """Ranks without samples for the current micro-batch; set while the other ranks run user code without them."""
+        """Ranks without samples for the current micro-batch, while the other ranks run user code; otherwise empty."""
         return self.collectives.absent
 
     @absent.setter
@@ -350,7 +350,7 @@ class Strategy(Engine):
 
     @property
     def has_met(self) -> bool:
-        """True if this rank is connected to the others. Before that, a signal ends the process immediately."""
+        """True if this rank is connected to the other ranks. Until then, a signal ends the process immediately."""
         return self.world_size == 1 or dist.is_initialized()
 
     @property
@@ -404,7 +404,7 @@ class Strategy(Engine):
     # -- Lightning's names: of the collectives, each overridable
 
     def make_agreement(self) -> ConsensusFlags:
-        """Create this run's flags, which any rank can request and all ranks see at the same boundary."""
+        """Create this run's flags. Any rank can request a flag, and all ranks see it set at the same boundary."""
         return self.collectives.make_agreement()
 
     def check_present(self, call: str, group: comm.Group = None) -> None:
@@ -420,7 +420,7 @@ class Strategy(Engine):
         self.collectives.check_present(call, group)
 
     def with_all_ranks(self) -> AbstractContextManager[None]:
-        """Allow collectives inside the block, because ranks without samples run it too.
+        """Allow collectives inside a block that all ranks run, including ranks without samples.
 
         Returns:
             a context manager.
@@ -464,7 +464,7 @@ class Strategy(Engine):
         return self.collectives.all_gather(tensor, group, sync_grads)
 
     def reduce(self, tensor: Tensor | float, group: comm.Group = None, reduce_op: object = "mean") -> Any:
-        """Return the tensor reduced over all ranks by "mean", "sum", "min" or "max"; the argument is not changed.
+        """Return the tensor reduced over all ranks by "mean", "sum", "min" or "max". The argument is not changed.
 
         Args:
             tensor: number, or tensor of the same shape and dtype on all ranks.
@@ -477,7 +477,7 @@ class Strategy(Engine):
         return self.collectives.reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return True if ``decision`` is True on all ranks, or (``all=False``) on any of them.
+        """Return True if ``decision`` is True on all ranks; with ``all=False``, if it is True on any rank.
 
         Raises:
             MisconfigurationException: ranks without samples for the current micro-batch would not join the collective.
@@ -485,7 +485,7 @@ class Strategy(Engine):
         return self.collectives.decide(decision, all)
 
     def gather_stacked(self, vector: Tensor) -> Tensor:
-        """Gather CPU vectors of equal length from all ranks. Shape of the result: ``(world_size, n)``.
+        """Gather CPU vectors of equal length from all ranks into one tensor of shape ``(world_size, n)``.
 
         Args:
             vector: tensor of shape ``(n,)`` on the CPU, of the same dtype on all ranks.
@@ -526,7 +526,7 @@ class Strategy(Engine):
         alone: bool = False,
         sharded: bool = False,
     ) -> None:
-        """Write a checkpoint on rank 0, on the calling rank only (``alone``), or each rank's part (``sharded``).
+        """Write a checkpoint: on rank 0, on the only rank that calls (``alone``), or each rank's part (``sharded``).
 
         Args:
             checkpoint: state of the run, by name.
@@ -555,7 +555,7 @@ class Strategy(Engine):
         return self.checkpoints.load(filepath, weights_only)
 
     def remove_checkpoint(self, filepath: Path) -> None:
-        """Delete a checkpoint; only rank 0 does so.
+        """Delete a checkpoint. Does nothing on ranks other than 0.
 
         Args:
             filepath: path or URL of a file or folder.
@@ -564,7 +564,7 @@ class Strategy(Engine):
             self.checkpoints.remove(filepath)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the engine's own state (the bucket plan), without which later steps may differ in their last bits."""
+        """Return the engine's state (the bucket plan). Without it, a resumed run may differ in the last bits."""
         return self.save().own or {}
 
 

@@ -72,7 +72,7 @@ def ranks_of(group: Group = None) -> list[int]:
 
 
 def carrier(group: Group, preferred: torch.device) -> torch.device:
-    """Return the device to which a tensor must be moved so that ``group`` can send it.
+    """Return the device to which a tensor must be moved before ``group`` can send it: ``preferred`` if possible.
 
     That is ``preferred`` if possible, else the CPU, else this process's accelerator. NCCL carries only GPU tensors, so
     CPU tensors travel by way of a GPU: see `travel_by`.
@@ -87,7 +87,7 @@ def carrier(group: Group, preferred: torch.device) -> torch.device:
 
 
 def backend_of(group: Group, kind: str) -> str:
-    """Return the name of the backend with which ``group`` sends tensors on a kind of device; "" if it has none."""
+    """Return the name of the backend with which ``group`` sends tensors of a device type; "" without such a backend."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part)
     return backends.get(kind, "")
 
@@ -121,7 +121,7 @@ def _on_accelerator(group: Group) -> AbstractContextManager[Any]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes as a 1-D uint8 tensor, which is a view if the tensor is contiguous."""
+    """Return a tensor's bytes as a 1-D uint8 tensor. The result is a view if the tensor is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
     # a single element may have any stride, with which it cannot be viewed as bytes
     return (flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat).view(torch.uint8)
@@ -171,7 +171,7 @@ def all_reduce(tensor: Tensor, op: Operation = "sum", group: Group = None) -> Te
 
 
 def _extreme(source: Tensor, op: Operation, group: Group) -> Tensor:
-    """Compute the minimum or maximum of floats over the ranks. The result is NaN where a rank has NaN.
+    """Return the elementwise minimum or maximum of floats over the ranks. An element is NaN if any rank has NaN there.
 
     Marks for NaN are reduced together with the values.
     """
@@ -205,7 +205,7 @@ def all_gather_tensor(tensor: Tensor, group: Group = None) -> Tensor:
 
 
 class RowExchange:
-    """An asynchronous all-gather of one list of numbers per rank, started at one boundary and read at a later one.
+    """Asynchronous all-gather of one list of numbers per rank. The constructor starts it; `read` waits for the result.
 
     Args:
         row: this rank's numbers, of the same length on all ranks.
@@ -242,7 +242,7 @@ class RowExchange:
 
 
 def combined(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
-    """Combine the tensors of all ranks with a function, along a tree in which eight neighbors are combined at a time.
+    """Combine the tensors of all ranks with the function ``combine``: in groups of eight neighbors, level by level.
 
     The shape of the tree, and so the bits of the result, depend on the number of ranks alone. With up to eight ranks,
     and if only GPUs can send, each rank gets all tensors and combines them itself. Otherwise a rank gets at most seven
@@ -270,7 +270,7 @@ def combined(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
 
 
 def combined_there(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
-    """Return the same bits as `combined`, but on the tensor's device, and without waiting for the device."""
+    """Compute `combined` on the tensor's device, with the same bits and without waiting for the device."""
     return _by_tree(all_gather_tensor(tensor, group), combine)
 
 
@@ -287,7 +287,7 @@ def _by_tree(rows: Tensor, combine: Combine) -> Tensor:
 
 @waits()
 def combined_by_messages(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
-    """Compute `combined` for CPU tensors by messages. In each group of eight neighbors, one receives the other tensors.
+    """Compute `combined` for CPU tensors with point-to-point messages: one of eight neighbors receives all tensors.
 
     The call is recorded as one collective, since no rank returns before all ranks have entered.
     """
@@ -342,7 +342,7 @@ def all_gather_uneven(tensor: Tensor, group: Group = None) -> list[Tensor]:
 
 @waits()
 def all_gather_with_grad(tensor: Tensor, group: Group = None) -> Tensor:
-    """Gather every rank's tensor as `all_gather_tensor` does, so that gradients flow back through the result.
+    """Gather every rank's tensor as `all_gather_tensor` does, with support for gradients in the backward.
 
     The gradient of this rank's ``tensor`` is the sum, over all ranks, of the gradients of its copies. Every rank must
     therefore run the backward.
@@ -403,7 +403,7 @@ def gather_objects(obj: object, group: Group = None) -> list[Any]:
 
 @waits()
 def scatter_objects(objects: list[Any], group: Group = None) -> Any:
-    """Send each rank its item of the first rank's list, and return this rank's item.
+    """Send each item of the first rank's list to the rank with the item's index. Return this rank's item.
 
     The arguments of other ranks are ignored.
     """
@@ -425,7 +425,7 @@ def broadcast_tensors(
     piece: int | None = None,
     over: torch.device | None = None,
 ) -> None:
-    """Overwrite ``tensors`` on every rank with those of rank ``src``, bit for bit. Many tensors share a message.
+    """Overwrite ``tensors`` on every rank with those of rank ``src``, bit for bit. A message contains many tensors.
 
     Args:
         tensors: same shapes, dtypes and order on every rank; strided views and any dtype are supported.
@@ -486,7 +486,7 @@ REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 def reduction_of(name: str, reduce_fx: object) -> str:
-    """Return the name of a reduction in `REDUCTIONS` for the argument ``reduce_fx`` of ``self.log``.
+    """Convert the argument ``reduce_fx`` of ``self.log`` to the name of a reduction in `REDUCTIONS`.
 
     Args:
         name: name of the logged value.
@@ -608,7 +608,7 @@ def numbers_of(tensor: Tensor) -> Tensor:
 
 
 def pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Divide tensors into lists to send together. A list has one dtype and device, and at most `PIECE` bytes."""
+    """Divide tensors into lists to send together. Each list has one dtype, one device and at most `PIECE` bytes."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

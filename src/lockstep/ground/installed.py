@@ -59,7 +59,7 @@ class Installation:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Mark the hook as installed inside the block. The caller installs and removes the hook itself."""
+        """Mark the hook as installed inside the block. The caller must install and remove the hook."""
         self.mark_installed()
         try:
             yield
@@ -80,7 +80,7 @@ class Installation:
         after_in_child: Callable[[], object] | None = None,
         after_in_parent: Callable[[], object] | None = None,
     ) -> None:
-        """Register functions that Python calls at each fork, and that cannot be unregistered."""
+        """Register functions that Python calls at each fork. The functions cannot be unregistered."""
 
         def put() -> None:
             if before is not None:

@@ -44,7 +44,7 @@ def parts_with_values(tensors: Iterable[tuple[str, Tensor]]) -> Parts:
 
 
 def total_norm(parts: Parts) -> Tensor | None:
-    """Return the norm over all elements of the shards in ``parts``; None if ``parts`` is empty.
+    """Return the 2-norm over all elements of the shards in ``parts``; None if ``parts`` is empty.
 
     The norm is not finite if an element is not finite, or if it overflows.
     """

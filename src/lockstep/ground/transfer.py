@@ -32,7 +32,7 @@ def has_pinned_memory(kind: str) -> bool:
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to pinned memory for asynchronous reads by ``device``; return it unchanged if unsupported."""
+    """Copy a CPU tensor to pinned memory for asynchronous reads by ``device``. Return it unchanged if unsupported."""
     return tensor.pin_memory() if has_pinned_memory(device.type) else tensor
 
 
@@ -125,7 +125,7 @@ class HostMemory:
 
 
 class ReusedCopies:
-    """Copies of device storages in pinned CPU memory. The memory of a copy is reused after its tensors are freed.
+    """Copier of device storages to pinned CPU memory. The memory of a copy is reused after its tensors are freed.
 
     On the CPU, and for devices without pinned memory, each copy allocates new memory.
     """
@@ -135,7 +135,7 @@ class ReusedCopies:
         self._memory: dict[torch.device, HostMemory] = {}
 
     def of(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Start to copy a storage, and return the copy, which :meth:`arrive` completes.
+        """Start to copy a storage to the CPU, and return the copy. Its values are complete after :meth:`arrive`.
 
         Create a tensor in the copy before the next call, which could otherwise use its memory again.
         """

@@ -72,7 +72,7 @@ class Rows:
         return row
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Reduce k rows, of shape (..., k, n), to one row of shape (..., n). Sums are in the order of the rows."""
+        """Reduce the k rows in a tensor of shape (..., k, n) to one row. Sums are computed in the order of the rows."""
         # of a number and its negation the largest: they show the largest and the smallest one, which differ if ranks do
         head = rows[..., :HEAD].amax(-2)
         parts = rows[..., HEAD:].view(*rows.shape[:-1], 3, self.capacity)
@@ -98,12 +98,12 @@ class Rows:
 
     @functools.cached_property
     def _extremes(self) -> dict[str, list[int]]:
-        """Indices of the names with the reductions "min" and "max"."""
+        """Indices of the names that are reduced by "min" or "max", in a dict by reduction."""
         ops = self.ops[: self.capacity]
         return {op: [place for place, each in enumerate(ops) if each == op] for op in ("min", "max") if op in ops}
 
     def shown(self, row: Tensor) -> list[Tensor]:
-        """Return the reduced value of each name, on the row's device."""
+        """Return the final value of each name in a reduced row, on the row's device."""
         totals, weights = row[HEAD:].view(3, self.capacity)[:2].unbind()
         totals = totals + 0.0  # -0.0 becomes 0.0, as in `shown_value`
         means = totals / weights  # NaN without weight
@@ -121,7 +121,7 @@ class Rows:
 
 
 def part_of(op: str, value: Any, weight: float, micro_batch: float) -> Part:
-    """Convert a value to a row's `Part`. The value of an epoch's mean (micro-batch 0) must be a weighted sum."""
+    """Convert a logged value to a `Part` of a row. For an epoch's mean (micro-batch 0), pass the weighted sum."""
     if weight == 0.0:
         return NEUTRAL[op], 0.0, 0.0
     number = float(value)
@@ -129,17 +129,17 @@ def part_of(op: str, value: Any, weight: float, micro_batch: float) -> Part:
 
 
 def head(names: int, count: int, wants_each_step: bool) -> list[float]:
-    """Return a row's header. The negated hash and count let a maximum over the ranks also yield their minimum."""
+    """Return the header of a row. It contains the hash and count and their negatives, to find maximum and minimum."""
     return [float(names), float(count), -float(names), -float(count), float(wants_each_step)]
 
 
 def largest(rows: Tensor) -> Tensor:
-    """Return the elementwise maximum, of shape (..., 5), of k headers, of shape (..., k, 5)."""
+    """Return the elementwise maximum of the k headers in a tensor of shape (..., k, 5)."""
     return rows.amax(-2)
 
 
 def each_step_wanted(row: Tensor) -> bool:
-    """Return True if any rank logs with ``sync_dist=True``, so that each step is reduced."""
+    """Return True if, in a reduced row, any rank has logged with ``sync_dist=True``. Each step is then reduced."""
     return bool(row[HEAD - 1])
 
 

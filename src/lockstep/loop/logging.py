@@ -55,7 +55,7 @@ Reader = Callable[[Entry], tuple[Any, float, int]]  # (value, weight, the micro-
 
 
 def _place(key: Key) -> tuple[int, Key]:
-    """Return the sort key of a logged entry, which is identical on all ranks."""
+    """Return the value by which logged entries are sorted, so that all ranks have the same order."""
     return _PLACES[key[0]], key
 
 
@@ -65,13 +65,13 @@ def _newest(entry: Entry) -> tuple[Any, float, int]:
 
 
 def _hash(fresh: list[Entry]) -> int:
-    """Return a hash of a rank's logged entries; ranks with the same entries get the same hash."""
+    """Return a hash of a rank's logged entries. Ranks with the same entries get the same hash."""
     names = repr([(entry.key, entry.op, entry.metric is not None, entry.dtype) for entry in fresh])
     return zlib.crc32(names.encode())
 
 
 class LogCollector:
-    """Records values of ``self.log`` in one stage (training or one evaluation) and reduces them.
+    """Collector that records the ``self.log`` values of one stage (training or an evaluation) and reduces them.
 
     Values of single steps are this rank's own until one of these reductions, which are collective: :meth:`reduce_step`
     at logging intervals; :meth:`agree_on_step` before a decision depends on them, and after every micro-batch once any
@@ -157,7 +157,7 @@ class LogCollector:
             self.table = self._table_of(self.hook)
 
     def _table_of(self, hook: tuple[str, int]) -> dict[str, Entry]:
-        """Return the entries for a (hook, loader) pair by name; create the table if it is missing."""
+        """Return the table of entries, by name, for a (hook, loader) pair. Create the table if it is missing."""
         if hook not in self._tables:
             tables = {**self._tables, hook: {}}
             self._tables = {key: tables[key] for key in sorted(tables, key=lambda key: (_PLACES[key[0]], key))}
@@ -235,7 +235,7 @@ class LogCollector:
             entry.on_epoch = on_epoch
 
     def end_loader(self, loader: int) -> None:
-        """Store and reset the states of metrics after the last batch from one of several loaders."""
+        """Store and reset the states of the metrics logged for ``loader``, one of several, after its last batch."""
         if self._by_loader is None:
             self._by_loader = StatesByLoader()
         for (_, dataloader_idx), table in self._tables.items():
@@ -247,7 +247,7 @@ class LogCollector:
         return [entry for table in self._tables.values() for entry in table.values()]
 
     def step_values(self, since: int = 0, for_bar: bool = False) -> list[tuple[Entry, str, Tensor]]:
-        """Return this rank's last on_step values as (entry, name, value), without a reduction over the ranks.
+        """Return this rank's last on_step values as a list of (entry, name, value), not reduced over the ranks.
 
         Args:
             since: only values of later micro-batches.
@@ -265,7 +265,7 @@ class LogCollector:
         ]
 
     def take_step_values(self) -> list[tuple[Entry, str, Tensor]]:
-        """Return :meth:`step_values`, and mark the values as read, so that none is returned twice."""
+        """Return :meth:`step_values`, and mark the values as read, so that later calls do not return them."""
         values = self.step_values()
         for entry, _, _ in values:
             entry.step_fresh = 0
@@ -273,7 +273,7 @@ class LogCollector:
 
     @does("reducing logged values")
     def reduce_step(self) -> list[tuple[Entry, str, Tensor]]:
-        """Reduce on_step values; return all values reduced since the last call, for the loggers. Collective."""
+        """Reduce on_step values. Return all values reduced since the last call, to send them to loggers. Collective."""
         self.agree_on_step()
         values, self._agreed = list(self._agreed.values()), {}
         return values
@@ -322,7 +322,7 @@ class LogCollector:
         return {entry.key: entry.snapshot() for entry in self._entries()}
 
     def go_back(self, snapshot: LogSnapshot) -> None:
-        """Restore the values that :meth:`snapshot` returned. The states of torchmetrics objects are not restored."""
+        """Restore the values in a :meth:`snapshot`. The states of torchmetrics objects are not restored."""
         for entry in self._entries():
             if entry.key in snapshot:
                 entry.go_back(snapshot[entry.key])
@@ -420,7 +420,7 @@ class LogCollector:
         return [(entry, value.to(entry.dtype)) for entry, value in zip(fresh, shown, strict=True)]
 
     def _local_parts(self, fresh: list[Entry], read: Reader) -> list[Part]:
-        """Return this rank's contribution (`Part`) to the reduction of each entry. Copies from devices are batched."""
+        """Return this rank's contribution (`Part`) to each entry's reduction. Values on devices are copied together."""
         parts = [read(entry) for entry in fresh]
         numbers = floats([value if weight else 0.0 for value, weight, _ in parts])
         return [
@@ -443,7 +443,7 @@ class LogCollector:
         return rows, self._combined(mine, rows.combine)
 
     def _agree_on_names(self, fresh: list[Entry]) -> list[Entry]:
-        """Return the union of all ranks' entries in one order; missing entries are created empty. Collective."""
+        """Return the union of all ranks' entries in the same order on all ranks. Add missing entries. Collective."""
         modules = self._modules()
         names = {id(module): name for name, module in modules.items()}
         mine = [
@@ -513,7 +513,7 @@ class LogCollector:
         return {} if self._module is None else dict(self._module.named_modules())
 
     def load_state_dict(self, state: list[dict[str, Any]], micro_batches: int = 0) -> None:
-        """Load values that :meth:`state_dict` returned.
+        """Load logged values from a state that :meth:`state_dict` returned.
 
         Args:
             state: this rank's state.
@@ -548,7 +548,7 @@ class _Logged:
 
 
 def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
-    """Merge the ranks' lists of logged entries."""
+    """Merge the ranks' lists of logged entries into one dict."""
     union: dict[Key, _Logged] = {}
     for rank, theirs in enumerate(of_ranks):
         for (hook, dataloader_idx, name), options, metric, dtype in theirs:
@@ -560,7 +560,7 @@ def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
 
 
 def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:
-    """Reduce the values that one name has for several loaders (``add_dataloader_idx=False``) to one total.
+    """Return the totals, with one joint total for all loaders that log a name with ``add_dataloader_idx=False``.
 
     Raises:
         MisconfigurationException: the loaders log it in different ways.
@@ -586,7 +586,7 @@ def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:
 
 
 def checked_size(name: str, batch_size: object) -> float:
-    """Return the ``batch_size`` of a `self.log` call as a weight.
+    """Check the ``batch_size`` of a `self.log` call, and return it as the weight of the logged value.
 
     Raises:
         MisconfigurationException: ``batch_size`` is not a number of samples.
@@ -604,7 +604,7 @@ def checked_size(name: str, batch_size: object) -> float:
 
 
 def _one_number(value: object) -> Tensor | None:
-    """Return a metric's value as a 0-d tensor; None if it is not a single number."""
+    """Return a metric's value as a 0-d tensor; None if the value is not a single number."""
     return value.detach().reshape(()) if isinstance(value, Tensor) and value.numel() == 1 else None
 
 

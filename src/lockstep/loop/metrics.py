@@ -51,7 +51,7 @@ def restore_states(saved: Snapshot) -> None:
 
 
 class StatesByLoader:
-    """States of metrics after each loader of an evaluation with several loaders.
+    """Storage for the states that metrics have after each loader of an evaluation with several loaders.
 
     A metric object may be logged from several loaders, and is reset after each loader.
     """
@@ -66,7 +66,7 @@ class StatesByLoader:
             metric.reset()
 
     def show(self, metric: Metric, loaders: Iterable[int], name: str) -> None:
-        """Merge the states that were stored for ``loaders``, and load the result into the metric.
+        """Merge the metric's states that were stored for ``loaders``, and load the result into the metric.
 
         Raises:
             MisconfigurationException: the metric cannot merge its states.
@@ -89,7 +89,7 @@ class StatesByLoader:
                 ) from error
 
     def show_all(self, metric: Metric) -> None:
-        """Merge the states stored for all loaders, and load the result; reset the metric if it cannot merge states."""
+        """Load the merged states of all loaders into the metric. Reset the metric if it cannot merge states."""
         loaders = [loader for which, loader in self._saved if which == id(metric)]
         try:
             self.show(metric, loaders, type(metric).__name__)
@@ -101,7 +101,7 @@ class StatesByLoader:
 
 @contextmanager
 def fill_lists_in_call(strategy: Strategy) -> Iterator[None]:
-    """Let torchmetrics gather list states that are empty on some ranks, in the ``with`` block.
+    """Inside the ``with`` block, enable torchmetrics to gather list states that are empty on some ranks.
 
     This applies to each metric that is computed over the ranks, by `self.log` or by the user's own `compute()`.
     """
@@ -181,7 +181,7 @@ def fill_empty_lists(metric: Metric, gather_objects: Callable[[Any], list[Any]])
 
 
 def _describe_list(value: Any) -> tuple[int, Any]:
-    """Return a list's length, and the dtype and row shape of its first tensor (None without a tensor)."""
+    """Return (length of a list, (dtype, row shape) of its first tensor). The second item is None without a tensor."""
     if isinstance(value, Tensor):
         value = [value]
     tensors = [item for item in value if isinstance(item, Tensor)]
@@ -190,7 +190,7 @@ def _describe_list(value: Any) -> tuple[int, Any]:
 
 
 def leave_inference_mode(module: nn.Module) -> None:
-    """Replace inference tensors in metrics and buffers by copies, because a later fit could not change them."""
+    """Replace inference tensors in metrics and buffers by normal copies, which a later fit can modify."""
     for part in module.modules():
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else _plain_tensor(buffer)
@@ -220,7 +220,7 @@ def find_metric(module: nn.Module, name: str) -> Metric | None:
 
 
 def load_metric(metric: Metric, saved: list[dict[str, Any]]) -> None:
-    """Load the state of a torchmetrics object from one saved rank, or merge the states of several ranks."""
+    """Load saved states into a torchmetrics object: that of one rank, or the merged states of several ranks."""
     reductions = {key: getattr(reduce, "__name__", "") for key, reduce in metric._reductions.items()}
     if len(saved) > 1 and not set(reductions.values()) <= MERGES.keys():
         warn_once(

@@ -45,7 +45,7 @@ def instrument(session: Session) -> Instruments:
 
 
 class Loop(Protocol):
-    """Interface of the loops whose batches are timed."""
+    """Interface of the loops whose loading of batches is timed."""
 
     @property
     def feed(self) -> Feed | EvaluationFeed | None: ...
@@ -54,7 +54,7 @@ class Loop(Protocol):
 
 
 class Instruments:
-    """Replaces the methods that one Trainer call runs by timed versions.
+    """Instrumentation of one Trainer call, which replaces the methods that the call runs by timed versions.
 
     Args:
         session: the session, with hooks, loaders and strategy ready, before the loop starts.
@@ -118,7 +118,7 @@ class Instruments:
         return run
 
     def _replace(self, owner: object, name: str, value: object) -> None:
-        """Assign an attribute, and restore the previous value in :meth:`conclude`."""
+        """Assign an attribute of ``owner``. :meth:`conclude` restores the previous value."""
         replace_until(self._end, owner, name, value)
 
     def conclude(self) -> None:
@@ -218,7 +218,7 @@ class Instruments:
                 self._replace(datamodule, name, self.timed(action, getattr(datamodule, name)))
 
     def _time_feed(self, loop: Loop, action: str) -> None:
-        """Report the time to load each batch as ``action``, for all loaders that the loop requests later."""
+        """Report the time to load each batch as ``action``, for all loaders that the loop sets up later."""
         setup_data = loop.setup_data
 
         def timed_setup_data() -> None:

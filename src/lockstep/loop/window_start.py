@@ -57,7 +57,7 @@ class _Buffer:
     value: Tensor
 
     def fits(self, buffer: Tensor) -> bool:
-        """Return True if ``buffer`` has the shape and dtype of the copy, so that its values can be stored there."""
+        """Return True if the copy can store the values of ``buffer``, because both have the same shape and dtype."""
         return self.value.shape == buffer.shape and self.value.dtype == buffer.dtype
 
     def unchanged(self) -> bool:
@@ -71,7 +71,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 class WindowStart:
-    """Copy of the state at the start of the current accumulation window, if windows have several micro-batches.
+    """Copy of the state at the start of the current accumulation window, if it has several micro-batches.
 
     Example:
         >>> start.begin_epoch(module, results, published)
@@ -147,11 +147,11 @@ class WindowStart:
                     yield kept.value, buffer
 
     def take(self, state: dict[str, Any] | None) -> None:
-        """Use the :meth:`state` from a checkpoint until the next window starts."""
+        """Until the next window starts, use a :meth:`state` from a checkpoint in place of the copy."""
         self._read = state
 
     def state(self, batch: int, with_buffers: bool = True) -> dict[str, Any] | None:
-        """Return the copied state for a checkpoint; None if the current window did not start after ``batch`` batches.
+        """Return the copied state for a checkpoint; None unless the current window starts after ``batch`` batches.
 
         Args:
             batch: number of micro-batches in the epoch before the window.
@@ -182,7 +182,7 @@ class WindowStart:
 
 @torch.no_grad()
 def put_buffers(module: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Copy ``saved``, the buffers in a result of :meth:`WindowStart.state`, into the module."""
+    """Copy saved buffers, which are part of a :meth:`WindowStart.state`, into the module's buffers."""
     buffers = dict(module.named_buffers())
     for name, value in saved.items():
         buffers[name].copy_(value)

@@ -27,7 +27,7 @@ DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torc
 
 
 class TruePrecision(Precision):
-    """``64-true``, ``bf16-true`` and ``16-true``: all floating-point tensors have one dtype.
+    """Precisions ``64-true``, ``bf16-true`` and ``16-true``, in which all floating-point tensors have one dtype.
 
     These are the module's parameters and buffers, the floating-point tensors of each batch, and tensors that a step
     creates without a dtype (``torch.zeros(3)``). Under ``64-true`` complex tensors are complex128; under 16 bits, in
@@ -82,7 +82,7 @@ class DefaultDtype(AbstractContextManager[None]):
 
 
 class MixedPrecision(Precision):
-    """``bf16-mixed`` and ``16-mixed``: steps run under ``torch.autocast``, the latter with a loss scale.
+    """Precisions ``bf16-mixed`` and ``16-mixed``: steps run under ``torch.autocast``; ``16-mixed`` scales the loss.
 
     On a CPU ``16-mixed`` is slow; it is for trying a script that is meant for GPUs.
 
@@ -112,7 +112,7 @@ class MixedPrecision(Precision):
 
 
 class Float8Precision(MixedPrecision):
-    """``fp8-mixed``: like ``bf16-mixed``, but linear layers multiply in float8, with their own scales (torchao).
+    """Precision ``fp8-mixed``: like ``bf16-mixed``, but linear layers multiply in float8 with scale factors (torchao).
 
     Only layers whose sizes are multiples of 16 use float8. On a GPU each of these layers is compiled. On a
     CPU float8 is emulated, for trying a script that is meant for GPUs. To pass arguments, use an object:
@@ -159,7 +159,7 @@ class Float8Precision(MixedPrecision):
             )
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Replace linear layers by torchao's, which have the same parameters, in place, and return the module."""
+        """Replace the linear layers in place by torchao's, which keep the parameters. Return the module."""
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         def is_supported(layer: torch.nn.Module, name: str) -> bool:

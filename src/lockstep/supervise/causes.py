@@ -151,7 +151,7 @@ def was_caught(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
 
 
 def has_continued(cause: Cause, positions: Mapping[int, RankPosition]) -> bool:
-    """Return True if a script caught an exception and made another call, while another rank is in the failed call."""
+    """Return True if a script caught an exception and made another call, while a rank is still in the failed call."""
     position = positions.get(cause.rank)
     if position is None or cause.lost or not 0 < cause.call < position.call:
         return False
@@ -197,7 +197,7 @@ First = Cause | Ended | Divergence
 
 @dataclass(frozen=True)
 class Judgement:
-    """The final message on the terminal, and the exit code."""
+    """Final outcome of a run: the last message on the terminal, and the exit code."""
 
     text: str  #: text for the terminal; the last line is the first cause
     code: int
@@ -209,7 +209,7 @@ def early_cause(
     positions: Mapping[int, RankPosition],
     exiting: Collection[int] = (),
 ) -> Cause | Ended | None:
-    """Return the run's first failure while ranks are still ending. Return None while it is uncertain.
+    """Return the run's first failure while ranks are still ending. Return None while the failure is uncertain.
 
     Lost connections alone are consequences, so the cause is still unknown.
 
@@ -240,7 +240,7 @@ def final_cause(
     proof: Divergence | None = None,
     folded: Collection[int] = (),
 ) -> tuple[First | None, bool]:
-    """Return the run's first failure after all processes have ended, and True if its traceback is printed already.
+    """Return (first failure, True if its traceback is printed already) of a run after all its processes have ended.
 
     Args:
         failed, notes, positions: as for `early_cause`.

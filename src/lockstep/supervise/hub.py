@@ -84,7 +84,7 @@ class _Connection:
         self._out: deque[tuple[str, bytes]] = deque()
 
     def put(self, topic: str, text: bytes, newest: bool = False) -> bool:
-        """Buffer a message, and return True. With ``newest``, return False if the topic has a buffered message."""
+        """Buffer a message and return True. With ``newest``, return False if a message of the same topic is waiting."""
         if newest and any(waiting == topic for waiting, _ in self._out):
             return False
         self._out.append((topic, text))
@@ -98,11 +98,11 @@ class _Connection:
         return self._out[0][1] if self._out else b""
 
     def sent(self) -> None:
-        """Remove the first buffered message, which has been sent."""
+        """Remove the first buffered message. Call this method after the message was sent."""
         self.waits -= len(self._out.popleft()[1])
 
     def hang_up(self) -> None:
-        """Shut the connection down. The tasks that use the connection end at both nodes."""
+        """Shut the connection down, which ends the tasks that use the connection on both nodes."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -205,7 +205,7 @@ class Hub:
         return len(text) <= MAX_MESSAGE and self._pass(topic, text, to, newest=newest)
 
     def close(self, last: object = None) -> None:
-        """Send a farewell, so that the other nodes do not report this one as lost, and close all connections.
+        """Close all connections after a farewell message, so that the other nodes do not report this node as lost.
 
         Args:
             last: content of the "farewell" message.
@@ -268,7 +268,7 @@ class Hub:
     # -- sending
 
     def _pass(self, topic: str, text: bytes, to: int | None, excluded: int | None = None, newest: bool = False) -> bool:
-        """Buffer a message for one node, or for all connected nodes. Return True if it was buffered for any node.
+        """Buffer a message for one node, or for all connected nodes. Return True if it was buffered at least once.
 
         The node ``excluded`` does not get the message.
         """

@@ -1,4 +1,4 @@
-"""Agreement of several nodes on which failure came first. Each node reports its own, and node 0 decides."""
+"""Agreement of several nodes on which failure came first. Each node reports its first failure, and node 0 decides."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_REPORTED = "this node will not report failures of other nodes"
 
 @dataclass(frozen=True)
 class Decision:
-    """The failure that all nodes accept as the first one of the run."""
+    """Result of the agreement: the failure that all nodes accept as the first failure of the run."""
 
     words: str
     node: int  #: node of the cause
@@ -37,7 +37,7 @@ class Decision:
 
 
 class Nodes:
-    """This node's side of the agreement on which failure came first. Node 0 decides, and the other nodes accept.
+    """Agreement of this node with the other nodes on which failure came first. Node 0 decides, other nodes accept.
 
     Args:
         node: number of this node.
@@ -159,7 +159,7 @@ class Nodes:
         return decided is not None and (decided.node != self._node or decided.proved)
 
     def close(self, last: object = None) -> None:
-        """Send a farewell and close the connections."""
+        """Send a farewell to the other nodes, and close the connections."""
         if self.hub is not None:
             self.hub.close(last)
 

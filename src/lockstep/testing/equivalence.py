@@ -79,7 +79,7 @@ class RankDifference:
 
 @dataclass(frozen=True)
 class EquivalenceReport:
-    """Result of `check_equivalence`; true if there is no difference.
+    """Result of `check_equivalence`. Its truth value is True if no difference was found.
 
     Attributes:
         title: the strategy and settings that were compared with a single process.
@@ -120,7 +120,7 @@ class EquivalenceReport:
 
 @dataclass(frozen=True)
 class RankFinding:
-    """A difference on one rank; ranks with equal ``digest`` have the same wrong tensor."""
+    """Difference found on one rank. Ranks with the same wrong tensor have equal ``digest``."""
 
     step: int
     what: str
@@ -132,7 +132,7 @@ class RankFinding:
 
 @dataclass
 class Witness:
-    """Observations of one rank during the run with the strategy."""
+    """Record of the observations that one rank makes during the run with the strategy."""
 
     findings: list[RankFinding] = field(default_factory=list)
     largest: float = 0.0
@@ -148,7 +148,7 @@ class Witness:
     """Number of gradient reductions up to the end of each step, and their bytes."""
 
     def forward(self, step: int, weight: float, buffers: Iterable[tuple[str, Tensor]]) -> None:
-        """Record, at the start of a forward, its number of samples and the buffers' values."""
+        """Record the number of samples of a forward, and the buffers' values at the start of the forward."""
         seen = {}
         for name, buffer in buffers:
             found = buffer.detach().cpu()
@@ -171,7 +171,7 @@ def digest(tensor: Tensor | None) -> str:
 
 
 def judge(title: str, steps: int, ranks: list[Witness]) -> EquivalenceReport:
-    """Combine what all ranks have observed into a report."""
+    """Combine the observations of all ranks into a report."""
     by_place: dict[tuple[int, str, str], dict[int, RankFinding]] = defaultdict(dict)
     for rank, witness in enumerate(ranks):
         for finding in witness.findings:
@@ -209,7 +209,7 @@ def _stale_buffers(ranks: list[Witness]) -> list[RankDifference]:
 
 
 def _cause(first: tuple[RankDifference, ...], ranks: list[Witness]) -> str:
-    """Guess the cause from the first differences."""
+    """Return the probable cause of the differences, as a text for the report."""
     step, what = first[0].step, first[0].what
     if what == STEPS:
         return "the runs make different steps, because data ends at different points or an update is omitted"
@@ -345,7 +345,7 @@ def _trainer(flags: dict[str, Any], observer: Callback, seed: int) -> Trainer:
 
 
 class _AloneEnvironment(ClusterEnvironment):
-    """Environment of a run on a single process, which ignores the variables that a launcher has set."""
+    """Cluster environment for a run on a single process. It ignores the variables that a launcher has set."""
 
     creates_processes_externally = True
     main_address = "127.0.0.1"
@@ -365,7 +365,7 @@ class _AloneEnvironment(ClusterEnvironment):
 
 @dataclass
 class _Observation:
-    """Tensors of one kind, by parameter name, in one step; a gradient may be None."""
+    """Observed tensors of one kind in one step, by parameter name. A missing gradient is None."""
 
     step: int
     what: str
@@ -384,7 +384,7 @@ class _Observer(Callback):
         self._updated = 0
 
     def take(self, observation: _Observation) -> None:
-        """Process an observation; both runs make the same observations in the same order."""
+        """Process an observation of this run. Both runs make the same kinds of observations in the same order."""
         raise NotImplementedError
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -443,7 +443,7 @@ class _ProcessRecorder(_Observer):
 
 
 class _Compare(_Observer):
-    """An observer that compares this rank's observations with the single process's, and gathers all findings."""
+    """An observer that compares this rank's observations with the single process's, and gathers all ranks' findings."""
 
     def __init__(self, tolerance: float, clip: float | None, algorithm: str | None) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ _Group: Any = dist.ProcessGroup
 
 
 def register() -> None:
-    """Register the backend in torch, if it is not registered."""
+    """Register this module's backend in torch, unless it is registered already."""
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, HostGroup, devices=["cuda"])
 
@@ -42,7 +42,7 @@ def tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested lists and tuples in which a function has been applied to each tensor."""
+    """Return a copy of nested lists and tuples in which each tensor is replaced by ``change(tensor)``."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -51,7 +51,7 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class GroupWork(_Work):
-    """Handle of a collective in a process group written in Python; subclasses implement ``wait``.
+    """Base class of handles of collectives in a process group written in Python. Subclasses implement ``wait``.
 
     Args:
         result: result of the collective.
@@ -71,7 +71,7 @@ class GroupWork(_Work):
         return self._result
 
     def get_future(self) -> Any:
-        """Wait, and return a completed future; the results are on the device's current stream."""
+        """Wait for the collective, and return a completed future. The results are on the device's current stream."""
         self.wait()
         # A future without its devices refuses results on them.
         devices = {each.device for each in tensors([self._result]) if each.device.type != "cpu"}
@@ -274,7 +274,7 @@ class HostGroup(_Group):
 
 
 class _Works(GroupWork):
-    """Handle of several collectives that are waited for together."""
+    """Handle of several collectives, whose ``wait`` waits for all of them."""
 
     def __init__(self, works: list[Any], result: Any) -> None:
         super().__init__(result)

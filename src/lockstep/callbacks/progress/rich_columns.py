@@ -1,4 +1,4 @@
-"""Columns and metrics line of RichProgressBar, which need rich; import this file only when a bar is drawn."""
+"""Columns and metrics line of RichProgressBar. Import this file only when a bar is drawn, because it imports rich."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ except ModuleNotFoundError:
 
 
 class _Column(ProgressColumn):
-    """A rich column with one style, whose text comes from a task's `Meter`."""
+    """Base class of columns for rich, with one style and with text from a task's `Meter`."""
 
     justify: JustifyMethod = "right"
 
@@ -44,7 +44,7 @@ class _Column(ProgressColumn):
 
 
 class Batches(_Column):
-    """Completed and total batches: ``40/100``, with dashes if the total is unknown."""
+    """Column with completed and total batches: ``40/100``, with dashes if the total is unknown."""
 
     def text(self, task: Task, meter: Meter) -> str:
         total = "--" if task.total is None else str(int(task.total))
@@ -52,7 +52,7 @@ class Batches(_Column):
 
 
 class Times(_Column):
-    """Time spent and time left: ``0:12<1:20``."""
+    """Column with the elapsed and the remaining time: ``0:12<1:20``."""
 
     justify: JustifyMethod = "left"
 
@@ -61,14 +61,14 @@ class Times(_Column):
 
 
 class Speed(_Column):
-    """Batches per second: ``81.3it/s``."""
+    """Column with the number of batches per second: ``81.3it/s``."""
 
     def text(self, task: Task, meter: Meter) -> str:
         return speed(meter.rate)
 
 
 class FromTop(LiveRender):
-    """A rich renderer that starts at the cursor's position, and returns the cursor there after drawing.
+    """Renderer for rich that draws at the cursor's position, and then moves the cursor back to this position.
 
     rich itself leaves the cursor at the end of the bars, where another rank's traceback would continue the line. To
     redraw the bars it moves up, and overwrites the last lines of the traceback.
@@ -80,7 +80,7 @@ class FromTop(LiveRender):
     stays = False
 
     def position_cursor(self) -> Control:
-        """Return a control that moves the cursor to the left and clears everything below."""
+        """Return rich's ``Control`` that moves the cursor to the start of the line and clears everything below."""
         control = Control()
         control.segment = Segment("\r\x1b[J", None, [(ControlType.CARRIAGE_RETURN,)])
         return control
@@ -118,12 +118,12 @@ class Bars(Progress):
         super().stop()
 
     def leave(self) -> None:
-        """Stop without drawing again, so that output from another process is not overwritten."""
+        """Stop the display without drawing it again, so that output from another process is not overwritten."""
         self._lines._shape = None
         self.live.refresh = lambda: None
 
     def get_renderables(self) -> Iterator[Any]:
-        """Yield the table of bars, then the metrics."""
+        """Yield the table of bars, then the line of metrics."""
         yield self.make_tasks_table(self.tasks)
         if self.metrics:
             text, style = self._metrics_text(self.metrics)

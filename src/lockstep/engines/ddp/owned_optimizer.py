@@ -70,7 +70,7 @@ class OwnedOptimizers(Owners):
 
     @contextmanager
     def _updating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Hide other ranks' parameters from the update inside the block, then exchange the new values."""
+        """Hide parameters of other ranks from the optimizer inside the block. Then exchange the updated parameters."""
         updated = self._with_gradient(optimizer)
         with without_gradients(filter(self._is_remote, updated)):
             yield
@@ -78,7 +78,7 @@ class OwnedOptimizers(Owners):
 
     @torch.no_grad()
     def _exchange(self, parameters: Sequence[Tensor]) -> None:
-        """Broadcast parameters from their owners, many per message; each rank has one message in flight at a time."""
+        """Broadcast parameters from their owners, many in one message. Each rank sends one message at a time."""
         members = comm.ranks_of(self._group)
         of_owner = [[p for p in parameters if self._owners[p] == owner] for owner in range(self._world)]
         under_way: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
@@ -105,7 +105,7 @@ def _count(parameter: Tensor) -> int:
 
 
 def _arrive(work: Any, flat: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Wait for a broadcast, and copy its values to the parameters."""
+    """Wait for a broadcast, and copy the received values from ``flat`` to the parameters."""
     work.wait()
     start = 0
     for parameter in parameters:

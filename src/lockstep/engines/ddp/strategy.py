@@ -1,4 +1,4 @@
-"""Data parallel training over processes: each rank has the whole module; gradients are averaged during the backward."""
+"""Data parallel training over processes: each rank has the whole module. Gradients are averaged during the backward."""
 
 from __future__ import annotations
 
@@ -63,22 +63,22 @@ class CountedLocalSteps(LocalSteps, Protocol):
     """Interface of local steps: the strategy calls it to count steps, average weights, and save and load the state."""
 
     def round(self) -> None:
-        """Record that a gradient reduction starts."""
+        """Count a gradient reduction that starts now."""
 
     def step(self) -> None:
-        """Record an optimizer step, and average the weights if an average is due; collective in that case."""
+        """Count an optimizer step, and average the weights if an average is due. Collective in that case."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that is the same on all ranks."""
+        """Return the part of the state that is the same on all ranks."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
+        """Load a state that `state_dict` returned."""
 
     def rank_state(self) -> dict[str, Any]:
-        """Return the state of this rank alone."""
+        """Return the part of the state that differs between ranks."""
 
     def load_rank_states(self, states: list[dict[str, Any]]) -> None:
-        """Load this rank's entry from the list of all ranks' `rank_state` results, which may be empty.
+        """Load this rank's entry of ``states``, a list of all ranks' `rank_state` results. The list may be empty.
 
         Args:
             states: one state per rank, in the order of the ranks.
@@ -86,7 +86,7 @@ class CountedLocalSteps(LocalSteps, Protocol):
 
 
 class AttachableHook(Protocol):
-    """Communication hook that the service "communication hooks" creates from the strategy's arguments.
+    """Interface of the communication hooks that an extension creates from the strategy's arguments.
 
     Attributes:
         state: the hook's state.
@@ -99,7 +99,7 @@ class AttachableHook(Protocol):
     def attach(
         self, reducer: Reducer, module: nn.Module, optimizers: list[Optimizer], node_rank: int, **of_steps: Any
     ) -> CountedLocalSteps | None:
-        """Make ``reducer`` reduce its buckets with this hook. Return the fit's local steps, or None. Collective.
+        """Make ``reducer`` reduce its buckets with this hook. Return the fit's local steps, if any. Collective.
 
         Args:
             reducer: reducer of the gradients.
@@ -113,7 +113,7 @@ class AttachableHook(Protocol):
         """Detach the hook at the end of a fit."""
 
     def rank_states(self, local: CountedLocalSteps | None, alone: bool) -> list[dict[str, Any]]:
-        """On rank 0, return a list with the state of each rank. Collective, unless ``alone``.
+        """On rank 0, return a list with the hook's state on each rank. Collective, unless ``alone``.
 
         Args:
             local: local steps of the fit; None if there are none.
@@ -123,7 +123,7 @@ class AttachableHook(Protocol):
     def load_rank_states(
         self, local: CountedLocalSteps | None, states: Sequence[dict[str, Any]], device: torch.device
     ) -> None:
-        """Load this rank's entry of ``states``.
+        """Load the hook's state on this rank from ``states``, a list with one entry per rank.
 
         Args:
             local: local steps of the fit; None if there are none.
@@ -133,7 +133,7 @@ class AttachableHook(Protocol):
 
 
 class DDPStrategy(RankedStrategy):
-    """One process per device, with lockstep's own reducer attached to the module's parameters.
+    """Data parallel strategy with one process per device. Gradients are averaged by lockstep's own reducer.
 
     The arguments are those of Lightning's strategy and of torch's ``DistributedDataParallel``, with the same names.
     Unsupported arguments raise an error with the reason. See `docs/ddp-options.md`.
@@ -383,7 +383,7 @@ class DDPStrategy(RankedStrategy):
         reducer.on_unprepared_grad = unprepared
 
     def check_trained(self, replaced: bool = False) -> None:
-        """Raise if a gradient is not reduced, even if its parameter bypassed torch's registration hooks. Collective.
+        """Raise if a trained parameter is not reduced, even one that bypassed torch's registration hooks. Collective.
 
         Raises:
             MisconfigurationException: a parameter is not reduced, or optimizers were replaced under
@@ -400,7 +400,7 @@ class DDPStrategy(RankedStrategy):
 
     @property
     def _local(self) -> CountedLocalSteps | None:
-        """Local steps of this fit, in which the ranks' weights differ; None if there are none."""
+        """Object that counts this fit's local steps and averages the weights; None if the fit runs no local steps."""
         return self.copies.local_steps  # type: ignore[return-value]  # only `AttachableHook.attach` sets it
 
     def teardown(self) -> None:
@@ -421,7 +421,7 @@ class DDPStrategy(RankedStrategy):
         self._reducer, self.waits_in = None, []
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Run a step method; the first training forward of a window starts with rank 0's buffers."""
+        """Call the step method ``fn``. The first training forward of a window starts with rank 0's buffers."""
         if self._late is not None and torch.is_grad_enabled():
             self._late.check()
         if self.copies.buffers is not None and torch.is_grad_enabled():
@@ -443,14 +443,14 @@ class DDPStrategy(RankedStrategy):
         self._end_round(reducer)
 
     def skip(self, absent: bool = False) -> None:
-        """Reduce the gradients that this rank has accumulated in the window, although this rank runs no backward."""
+        """Skip this rank's backward of a micro-batch. If the window ends, still take part in the gradient reduction."""
         assert self._reducer is not None
         if self.sync_gradients:
             self._begin_round(self._reducer, absent)
             self._end_round(self._reducer)
 
     def _begin_round(self, reducer: Reducer, drops: bool) -> None:
-        """Prepare the reducer for a backward, which reduces gradients if it is the last of an accumulation window."""
+        """Prepare the reducer for a backward. Only the last backward of an accumulation window reduces gradients."""
         reducer.sync, reducer.zero_weight = self.sync_gradients, drops
         if self.sync_gradients:
             if self._late is not None:
@@ -477,7 +477,7 @@ class DDPStrategy(RankedStrategy):
         return result
 
     def held(self) -> dict[str, list[Tensor]]:
-        """Return the model's tensors, the reducer's buckets and the communication hook's state.
+        """Return the model's tensors, the reducer's buckets and the hook's state, as lists of tensors by kind.
 
         Returns:
             the tensors themselves, of any shapes and dtypes, not copies.
@@ -534,7 +534,7 @@ class DDPStrategy(RankedStrategy):
         return EngineState(self.module.state_dict(), states, self._other_parameters())
 
     def load(self, state: EngineState) -> None:
-        """Restore the module, the optimizers, the saved bucket layout, and this rank's state."""
+        """Restore the module, the optimizers, the bucket layout and this rank's state from a saved ``state``."""
         super().load(state)
         if state.own is None:
             return

@@ -28,7 +28,7 @@ from lockstep.ground.rank import rank_zero_warn
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm over the samples of all ranks, with the results of one process that has the full batch.
+    """Batch norm over the samples of all ranks, with the same results as in one process with the full batch.
 
     Outputs, gradients and running statistics are those of ``torch.nn.BatchNorm*d`` on the concatenation of the ranks'
     batches, which may have different lengths, or be empty on some ranks. (A hand-written loop with batches of different
@@ -199,7 +199,7 @@ def _check_total(count: int, counts: Tensor, input: Tensor) -> None:
 
 
 class _Normalize(torch.autograd.Function):
-    """``(input - mean) / std * weight + bias``, with mean and variance over the inputs on all ranks."""
+    """Autograd function ``(input - mean) / std * weight + bias``, with mean and std over the inputs on all ranks."""
 
     @staticmethod
     def forward(
@@ -317,7 +317,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
 
 def synchronized_layers(module: nn.Module) -> Iterator[SyncBatchNorm]:
-    """Yield the layers inside ``module`` that use the statistics of all ranks, each once."""
+    """Yield each layer inside ``module`` that uses the statistics of all ranks, without duplicates."""
     return (layer for layer in module.modules() if isinstance(layer, SyncBatchNorm))
 
 

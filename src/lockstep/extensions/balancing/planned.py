@@ -1,4 +1,4 @@
-"""Creation of strategies from a plan's choice, and from the file of a saved plan."""
+"""Functions that create strategies: from a candidate of a plan, or from the file of a saved plan."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def drives_all_devices(path: str) -> bool:
 
 
 def strategy_by(path: str, world_size: int, interactive: bool) -> Strategy:
-    """Create the strategy of a saved plan.
+    """Create the strategy that the saved plan in the file ``path`` describes.
 
     Args:
         path: file of the plan.

@@ -1,4 +1,4 @@
-"""Partitioned parameters (ZeRO stage 3): division of a module into shards, and loading of shards."""
+"""Partitioned parameters (ZeRO stage 3): functions that divide a module into shards and write values into shards."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def partition(
 
 
 def _part_of(parameter: Tensor, source: Source | None) -> Tensor:
-    """Return this rank's elements of a parameter in its dtype, from the parameter itself or from a file."""
+    """Return this rank's elements of a parameter in the parameter's dtype, read from the file ``source`` if given."""
     start, size = span(parameter.numel(), comm.rank(), comm.world_size())
     if source is None:
         return parameter.detach().flatten()[start : start + size]
@@ -97,7 +97,7 @@ class _Room:
         self._bytes = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
 
     def whole_with(self, part: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a full tensor that contains this rank's elements. The other elements are undefined."""
+        """Return a tensor of a parameter's full shape with this rank's elements. All other elements are undefined."""
         whole = self._bytes[: shape.numel() * dtype.itemsize].view(dtype)
         start, size = span(shape.numel(), comm.rank(), comm.world_size())
         whole[start : start + size].copy_(part)
@@ -137,7 +137,7 @@ def put(parameter: Any, value: Tensor) -> None:
 
 @contextmanager
 def lean_linear() -> Iterator[None]:
-    """In the context, let linear layers save the parameter itself: a saved view would keep the full weight in memory.
+    """Inside the block, linear layers save the parameter for the backward. A view would keep the full weight in memory.
 
     A backward that recomputes layers must run in this context, too, since torch checks that the layers save as many
     tensors as in the first forward.

@@ -103,7 +103,7 @@ class SpikeDetection(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
-        """Check the batch's loss on each rank; if the loss on any rank is a spike, raise on all ranks.
+        """Check the batch's loss on each rank. If the loss is a spike on any rank, raise on all ranks.
 
         Raises:
             TrainingSpikeException: the loss of any rank is a spike; raised on all ranks.
@@ -162,7 +162,7 @@ class SpikeDetection(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, except for the path of the file, which belongs to this run."""
+        """Load a saved state, but keep this run's path of the file with the recorded batches."""
         vars(self).update({name: state_dict[name] for name in SAVED}, last_val=float(state_dict["last_val"]))
         self.bad_batches = list(state_dict["bad_batches"])
         # Lightning's checkpoints have no running mean.

@@ -30,7 +30,7 @@ _STAGE_OF = {
 
 @dataclass
 class _Meter:
-    """Throughput of one stage, and the totals since the meter was reset."""
+    """Meter of one stage's throughput, with the totals of batches and samples since its last reset."""
 
     throughput: Throughput
     start: float = 0.0
@@ -204,6 +204,6 @@ class ThroughputMonitor(Callback):
 
 
 def _stage(trainer: Trainer) -> RunningStage:
-    """Return the stage that is running; it is never None while a hook runs."""
+    """Return the current stage of the Trainer. Call this function only in hooks, where the stage is never None."""
     assert trainer.state.stage is not None
     return trainer.state.stage

@@ -82,7 +82,7 @@ class Range:
 
     @cached_property
     def _whole(self) -> tuple[float, ...] | None:
-        """The distinct points of the grid if the range contains only integers; else None."""
+        """The distinct points of the grid if the range contains only integers; None for other ranges."""
         return tuple(sorted(set(map(self._spaced, range(self.samples))))) if self.whole else None
 
     def _spaced(self, at: int) -> float:
@@ -131,7 +131,7 @@ class Space:
         return all(isinstance(dimension, Options) for dimension in self.dimensions.values())
 
     def at(self, number: int) -> dict[str, Any]:
-        """Return the values of combination ``number`` by name; ``number`` is less than `size`."""
+        """Return the hyperparameter values, by name, of the combination with index ``number``, from 0 to `size` - 1."""
         found: list[tuple[str, Any]] = []
         for name, dimension in reversed(self.dimensions.items()):
             number, at = divmod(number, len(dimension))
@@ -139,7 +139,7 @@ class Space:
         return dict(reversed(found))
 
     def draw(self, seed: int, number: int) -> dict[str, Any]:
-        """Draw the values for trial `number` of a random search; they depend on `seed` and `number` only.
+        """Draw the values for trial `number` of a random search. The values depend on `seed` and `number` only.
 
         If all hyperparameters are lists, no combination is repeated in the first `size` trials.
 
@@ -284,7 +284,7 @@ def _is_finite(number: object) -> bool:
 
 
 def numbers(space: Space, strategy: str, nb_trials: int | None) -> Sequence[int]:
-    """Return the numbers of a search's trials, in order.
+    """Return the numbers of a search's trials, as a range that starts at 0.
 
     A grid, and a random search of lists, end after the last combination. Optuna may repeat combinations.
 

@@ -1,4 +1,4 @@
-"""Trials of an Optuna study: draws their values, and records reports and final states in a journal file."""
+"""StudyTrial: draws the values of an Optuna trial, and records its reports and final state in a journal file."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class StudyTrial:
     # -- values ----------------------------------------------------------------------------------------------
 
     def draw(self) -> dict[str, Any]:
-        """Draw the trial's missing values, start the trial's heartbeat, and return all values by name.
+        """Draw the trial's missing hyperparameter values, start its heartbeat, and return all values by name.
 
         Raises:
             MisconfigurationException: the study has other options or another mode.
@@ -88,7 +88,7 @@ class StudyTrial:
         return self._values(params)
 
     def wait(self) -> dict[str, Any]:
-        """Wait until rank 0 has drawn the trial's values, and return the values.
+        """Wait until rank 0 has drawn the trial's hyperparameter values, and return the values by name.
 
         Raises:
             TimeoutError: the values were not drawn within `PATIENCE` seconds.
@@ -107,7 +107,7 @@ class StudyTrial:
         )
 
     def _start_entry(self) -> FrozenTrial:
-        """Return the trial's entry in the study; create it, or restart the trial with a new entry, if needed."""
+        """Return the trial's entry in the study. Add a new entry if there is none, or if the trial starts again."""
         if self._entry() is None:
             enqueued = [trial for trial in self._all(TrialState.WAITING) if NUMBER not in trial.user_attrs]
             if enqueued:  # values that a user has enqueued in the study
@@ -121,7 +121,7 @@ class StudyTrial:
         return self._add_entry(found, keeps=False) if has_run or found.state == TrialState.FAIL else found
 
     def _sample(self, entry: FrozenTrial) -> dict[str, Any]:
-        """Return a trial's values from its Optuna entry, and draw the missing ones.
+        """Return the hyperparameter values in a trial's Optuna entry. Draw values that are missing.
 
         If an earlier draw was interrupted, the values that are missing are drawn.
         """
@@ -149,7 +149,7 @@ class StudyTrial:
     # -- reports ---------------------------------------------------------------------------------------------
 
     def resume(self, checks: int) -> None:
-        """Prepare the trial's entry for a fit, with the reports made before the fit's checkpoint.
+        """Prepare the trial's entry for a fit. The entry then contains the reports made before the fit's checkpoint.
 
         Args:
             checks: number of reports before the fit's checkpoint; 0 without a checkpoint.
@@ -174,7 +174,7 @@ class StudyTrial:
             self._storage.set_trial_user_attr(entry._trial_id, PRUNED_AT, earlier.user_attrs[PRUNED_AT])
 
     def report(self, step: int, value: float) -> bool:
-        """Report a value to the study, and return True if the study's pruner stops the trial.
+        """Report a value to the study. Return True if the study's pruner decides to stop the trial.
 
         Args:
             step: number of the report. If this fit has reported a value for it before, that value is kept.
@@ -230,7 +230,7 @@ class StudyTrial:
         return state
 
     def _running_entry(self) -> FrozenTrial:
-        """Return the trial's entry, or for a failed entry, a new running copy with the same values and reports."""
+        """Return the trial's entry. If it has failed, return a new running copy with the same values and reports."""
         entry = self._known_entry()
         return self._add_entry(entry, keeps=True) if entry.state == TrialState.FAIL else entry
 
@@ -257,14 +257,14 @@ class StudyTrial:
         return self._known_entry()
 
     def mark_failed(self) -> None:
-        """Mark the trial, whose process has ended, as failed if the study still lists the trial as running."""
+        """Mark the trial, whose process has ended, as failed if the study still lists it as running."""
         with self._drawing():
             entry = self._entry()
             if entry is not None and entry.state == TrialState.RUNNING:
                 self._study.tell(entry.number, state=TrialState.FAIL)
 
     def stop_heartbeat(self) -> None:
-        """Stop the heartbeat."""
+        """Stop the thread that signals that the trial is alive."""
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
@@ -277,7 +277,7 @@ class StudyTrial:
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Hold a lock within a context; no other process can start, report or end a trial meanwhile."""
+        """Lock the study inside the block, so that no other process can start, report or end a trial."""
         self.folder.mkdir(parents=True, exist_ok=True)
         journal = self.folder / JOURNAL
         journal.touch()
@@ -297,7 +297,7 @@ class StudyTrial:
         return self._study._storage
 
     def _open(self, makes: bool) -> optuna.Study:
-        """Open the study that the journal contains.
+        """Open the study in the journal file. Create it if ``makes`` is True and it does not exist.
 
         Raises:
             KeyError: the study does not exist and ``makes`` is False.
@@ -331,7 +331,7 @@ class StudyTrial:
         return self._study.get_trials(deepcopy=False, states=states or None)
 
     def _entries(self) -> list[FrozenTrial]:
-        """Return the study's entries for this trial, the newest last."""
+        """Return all entries of the study that belong to this trial, ordered from the oldest to the newest."""
         return [trial for trial in self._all() if trial.user_attrs.get(NUMBER) == self.number]
 
     def _entry(self) -> FrozenTrial | None:
@@ -346,7 +346,7 @@ class StudyTrial:
 
 
 def fail_dead(folder: Path) -> list[int]:
-    """Mark the trials whose heartbeat has stopped as failed, and return their numbers.
+    """Mark all trials as failed whose heartbeat has stopped, and return the numbers of these trials.
 
     Each trial also does this when it starts and ends. This function serves when no trial starts or ends any more.
 
@@ -394,7 +394,7 @@ def _fail_dead(study: optuna.Study, folder: Path) -> list[int]:
 
 
 def _suggest(trial: optuna.Trial, name: str, dimension: Dimension) -> Any:
-    """Let Optuna draw a value of a hyperparameter."""
+    """Return a value that Optuna draws for a hyperparameter."""
     if isinstance(dimension, Options):
         return trial.suggest_categorical(name, _labels(dimension))
     if dimension.whole:
@@ -403,7 +403,7 @@ def _suggest(trial: optuna.Trial, name: str, dimension: Dimension) -> Any:
 
 
 def _labels(options: Options) -> list[Any]:
-    """Return labels for a hyperparameter's values: the values themselves if Optuna can store and distinguish all.
+    """Return a label for each value of a hyperparameter: the value itself if Optuna can store and distinguish them all.
 
     Otherwise a label is the value's index and text.
     """

@@ -28,7 +28,7 @@ SEED = 20_260
 
 
 def run(settings: Settings) -> None:
-    """Run the script under the observers, and write how the script ended."""
+    """Run the script under the observers, and write to a file how the script ended."""
     watch = Watch(settings)
     HOME[0] = settings.home
     os.chdir(settings.working_folder)

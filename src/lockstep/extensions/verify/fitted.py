@@ -46,7 +46,7 @@ _QUIET: dict[str, object] = {
 def verify_fit(
     flags: Mapping[str, object], model: object, data: object, datamodule: object, devices: int, steps: int
 ) -> Certificate:
-    """Verify the fit of a Trainer, and return the certificate.
+    """Compare a Trainer's fit on several ranks with one process, and return the certificate with the result.
 
     Args:
         flags: the Trainer's arguments. Loggers, checkpoints and progress bars are switched off.

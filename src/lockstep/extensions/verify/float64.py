@@ -32,7 +32,7 @@ def widen(value: Any) -> Any:
 
 
 def widen_module(module: nn.Module) -> None:
-    """Convert a module's parameters and buffers to float64 in place, since unpickling restores their saved dtypes."""
+    """Convert a module's parameters and buffers to float64 in place, because unpickling has restored smaller dtypes."""
     for tensor in (*module.parameters(), *module.buffers()):
         widen_in_place(tensor)
 
@@ -44,7 +44,7 @@ def widen_in_place(tensor: Tensor) -> None:
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call one of torch's functions with float64 instead of smaller dtypes among its arguments."""
+    """Call a torch function after replacing each dtype smaller than float64 among its arguments by float64."""
     name = getattr(function, "__name__", "")
     if name in _CASTS and args and isinstance(args[0], Tensor):
         return args[0].double()

@@ -1,4 +1,4 @@
-"""Observer of DataLoaders, which writes the samples that ranks read and feeds them to one process."""
+"""Observer of DataLoaders: saves the samples that the ranks read, and later feeds them to the single process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> None:
 
 @dataclass
 class KnownLoader:
-    """DataLoader of the script, with the source lines that created it.
+    """Record of a DataLoader that the script created, with the source lines that created it.
 
     Attributes:
         loader: the loader; the reference keeps another one from getting its id.
@@ -83,7 +83,7 @@ class KnownLoader:
 
 
 class Loaders:
-    """Observer that replaces the iteration of every DataLoader.
+    """Observer that replaces the iteration of every DataLoader: ranks save their samples, one process replays them.
 
     Args:
         watch: state that this process's observers share.
@@ -100,7 +100,7 @@ class Loaders:
         self._started = {(each["loader"], each["iteration"]) for each in watch.events_of_rank_0("batch", "iterated")}
 
     def install(self) -> None:
-        """Replace torch's methods."""
+        """Replace methods of torch's DataLoader by observed versions."""
         original, length = DataLoader.__init__, DataLoader.__len__
 
         @functools.wraps(original)  # Lightning reads its signature
@@ -165,7 +165,7 @@ class Loaders:
         return self._track(number, self._record_batches(loader, number, iteration))
 
     def _track(self, number: int, batches: Generator[Collate]) -> Iterator[Any]:
-        """Yield a loader's batches. End a training epoch once the run or the epoch has made the requested steps."""
+        """Yield a loader's batches. End a training epoch early if the run or the epoch has made the requested steps."""
         watch, settings = self.watch, self.watch.settings
         before, iteration = watch.steps, self._iterations[number] - 1
         for at in itertools.count():
@@ -196,7 +196,7 @@ class Loaders:
                 watch.journal.record_once(DRAWS, where=location())
 
     def _share_randomness(self, name: str) -> bytes:
-        """On a rank, save the states of Python's and NumPy's generators. In one process, restore a rank's states.
+        """On a rank, save the states of Python's and NumPy's generators. In the single process, restore saved states.
 
         One process uses the states of the only rank whose samples it is fed, or of rank 0. Return the states.
         """
@@ -246,7 +246,7 @@ class Loaders:
         )
 
     def _record_batches(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
-        """Yield the batches of a loader on a rank, and save their samples for one process."""
+        """Yield the batches of a loader on a rank, and save their samples for the run in a single process."""
         # torch's iterators draw their seed so; without it, later random numbers would be others
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         journal = self.watch.journal
@@ -318,7 +318,7 @@ class Loaders:
                 yield functools.partial(loader.collate_fn, [sample for part in parts for sample in part["samples"]])
 
     def _join(self, convert: Callable[[Any], Any], parts: list[dict[str, Any]]) -> Any:
-        """Join the ranks' batches from a data set that collates its samples itself."""
+        """Return the concatenated batches of the ranks, from a data set that yields ready-made batches."""
         batches = [convert(part["samples"][0]) for part in parts]
         self.watch.chunks = tuple(
             next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
@@ -328,12 +328,12 @@ class Loaders:
 
 
 def _random_states() -> bytes:
-    """Return the states of Python's and NumPy's generators."""
+    """Return the pickled states of Python's and NumPy's random number generators."""
     return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
 def _probe(dataset: Any) -> str:
-    """Return the fingerprint of a data set's first sample, which shows if ranks have the same data."""
+    """Return the fingerprint of a data set's first sample. It differs if the ranks have different data sets."""
     # a sample may be drawn: with the same seed on all ranks, and without moving the script's generators
     states = torch.get_rng_state(), random.getstate()
     torch.manual_seed(0)
@@ -396,7 +396,7 @@ def _indexed(loader: DataLoader[Any]) -> Iterator[tuple[list[int] | None, Fetch]
 
 
 def _plain(indices: Any, dataset: object) -> list[int] | None:
-    """Return indices into the full data set (also for a Subset) as integers, or None if they are not integers."""
+    """Convert indices of a data set or Subset to integers in the full data set; None if they are not integers."""
     try:
         found = [int(index) for index in indices]
         while isinstance(dataset, Subset):

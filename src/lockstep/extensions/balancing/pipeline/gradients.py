@@ -22,7 +22,7 @@ from lockstep.ground.tree import tree_leaves
 
 
 class StageGradients(Gradients[WholeModule]):
-    """Gradients on a rank that runs some of a module's stages."""
+    """Access to the gradients on a rank that runs some of a module's pipeline stages."""
 
     def load_window_state(self, saved: dict[str, Any]) -> None:
         """Restore gradients that were saved in the middle of an accumulation window."""

@@ -36,7 +36,7 @@ STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict
 
 @dataclass(frozen=True)
 class BatchSizeSearch:
-    """Settings of a search for the batch size.
+    """Settings of a search for the largest batch size that fits into memory.
 
     Raises:
         ValueError: a setting is invalid.
@@ -189,7 +189,7 @@ def scale_batch_size(trainer: Trainer, settings: BatchSizeSearch) -> int | None:
 
 
 def _run_trial(trainer: Trainer, snapshot: TrialSnapshot, steps: int) -> int:
-    """Run one trial; return the number of samples in the data set, or 0 if this number is unknown."""
+    """Run the steps of one trial. Return the number of samples in the data set; 0 if the number is unknown."""
     if trainer.state.fn is not TrainerFn.FITTING:
         flags: dict[str, Any] = {f"limit_{STAGES[str(trainer.state.fn)]}_batches": steps}
         with trial(trainer, snapshot, [], **flags):

@@ -193,7 +193,7 @@ def _check_callbacks(trainer: Trainer, kind: type) -> None:
 
 
 class _OnlySetUp(Callback):
-    """Callback that replaces a user's callback in a search, and calls only the user's ``setup`` and ``teardown``."""
+    """Wrapper around a user's callback during a search, which calls only the callback's ``setup`` and ``teardown``."""
 
     def __init__(self, callback: Callback) -> None:
         self._callback = callback
@@ -209,7 +209,7 @@ class _OnlySetUp(Callback):
 def _prepared(
     trainer: Trainer, fn: TrainerFn, model: LightningModule, given: dict[str, Any], data: LightningDataModule | None
 ) -> Iterator[None]:
-    """Set up a Trainer call inside the block, up to the start of its loop. Restore the Trainer on exit.
+    """Set up a Trainer call up to the start of its loop, for the block. Restore the Trainer after the block.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; raised after everything is restored.

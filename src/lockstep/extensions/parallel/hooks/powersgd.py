@@ -17,7 +17,7 @@ from lockstep.ground.errors import MisconfigurationException
 
 
 class PowerSGDState:
-    """Settings of `power_sgd`, and the tensors that a rank stores from round to round.
+    """Settings of the hook `power_sgd`, and the tensors that a rank stores between rounds of gradient reduction.
 
     Args:
         rank: columns of the thin matrices; 1 to 4 is usual. At most the number of rows or columns of a matrix.
@@ -89,7 +89,7 @@ class PowerSGDState:
 
 
 def power_sgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average gradients approximately: for an n x m matrix, send (n + m) r numbers, where r is ``state.rank``.
+    """Average gradients approximately: send (n + m) ``state.rank`` numbers for an n x m matrix. A communication hook.
 
     M is a gradient on this rank, with n rows (its first dimension) of m numbers, plus the errors so far. All ranks
     multiply M with the same thin matrix Q, average P = M Q and make its columns orthonormal. Then they average
@@ -123,7 +123,7 @@ def power_sgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[
 
 
 class _Matrix(NamedTuple):
-    """Gradient that is sent as the product of two thin matrices."""
+    """Gradient that is approximated by the product of two thin matrices, which are sent instead."""
 
     place: int  # index among the bucket's parameters
     absent: bool  # no gradient in this round: its error is kept for a later one
@@ -133,7 +133,7 @@ class _Matrix(NamedTuple):
 
 
 class _Round:
-    """Compressed average of one bucket."""
+    """Computation of one bucket's approximate mean over the ranks."""
 
     def __init__(self, state: PowerSGDState, bucket: GradBucket, round_: int) -> None:
         self.state = state
@@ -169,7 +169,7 @@ class _Round:
         self.matrices.sort(key=lambda matrix: (*matrix.values.shape, matrix.place))
 
     def run(self, group: comm.Group) -> None:
-        """Write the approximate mean into the buffer. Collective."""
+        """Overwrite the bucket's gradients with their approximate mean over the ranks. Collective."""
         matrices = self.matrices
         if self.state.error_feedback:
             for matrix in matrices:
@@ -194,7 +194,7 @@ class _Round:
             self.flat.copy_(self.work)
 
     def _start_values(self) -> list[Tensor]:
-        """Return an orthonormal start value of Q for each matrix, from the last round or random."""
+        """Return an orthonormal start value of Q for each matrix: the last round's Q, or random numbers."""
         fresh = not self.state.warm_start
         starts = []
         for matrix in self.matrices:
@@ -233,7 +233,7 @@ class _Round:
             torch.mm(p, q.t(), out=matrix.values)
 
     def _average(self, message: Tensor, group: comm.Group, sent: Tensor | None = None) -> None:
-        """Overwrite ``message`` with its mean over the ranks, and its copy ``sent`` with the rounded message."""
+        """Overwrite ``message`` with its mean over the ranks, and ``sent`` with the rounded values from this rank."""
         if not self.half:
             mean(message, group)
             return
@@ -244,7 +244,7 @@ class _Round:
 
 
 def _rows(parameter: Tensor) -> int:
-    """Return the number of rows that a gradient has when its buffer is viewed as a matrix; 0 for vectors."""
+    """Return the number of rows of a parameter's gradient viewed as a matrix; 0 for vectors and scalars."""
     if parameter.dim() < 2 or parameter.numel() == 0:
         return 0
     # the outermost dimension in memory: a gradient has its parameter's layout, which may be channels_last
@@ -280,7 +280,7 @@ def _orthonormal(matrices: list[Tensor]) -> list[Tensor]:
 
 
 def _store(record: Record, name: str, value: Tensor, good: Tensor) -> None:
-    """Store ``value`` in ``record`` if the tensor ``good`` is true."""
+    """Set ``record[name]`` to ``value`` if the boolean tensor ``good`` is true, without waiting for a GPU."""
     # on a GPU `if good` would wait for it
     if good.device.type == "cpu":
         if good:
