@@ -405,7 +405,7 @@ Path = str | os.PathLike[str]
 
 
 class CheckpointWriter:
-    """The Trainer's access to a CheckpointIO, with a record of the checkpoints of this run.
+    """Wrapper around the Trainer's CheckpointIO that also records which checkpoints this run has saved.
 
     Args:
         default_io: the CheckpointIO to use if the user passes none.

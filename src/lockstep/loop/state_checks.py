@@ -81,7 +81,7 @@ def load_weights(session: Session, saved: dict[str, Any], absent: Collection[str
 def _first_difference(
     module: LightningModule, saved: dict[str, Any], absent: Collection[str], certain: bool = False
 ) -> str | None:
-    """Describe the first tensor that does not match, and what to do; return None if all match.
+    """Describe the first tensor whose name or shape differs in ``saved``, and suggest a fix. Return None if all match.
 
     Args:
         module: module with a flag ``strict_loading``.
@@ -107,7 +107,7 @@ def _first_difference(
 
 
 def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None, load: Callable[[], object]) -> None:
-    """Load an optimizer's state. Raise if it is from a different optimizer class, which torch would accept.
+    """Load an optimizer's state. Raise if a different optimizer class saved it, since torch would not detect that.
 
     Args:
         optimizer: an optimizer of this run.
@@ -132,7 +132,7 @@ def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None
 def _loaded(
     optimizer: Optimizer, saved: dict[str, Any], load: Callable[[], object]
 ) -> tuple[str | None, ValueError | None]:
-    """Load a state; return (None, None), or the difference and torch's error if the parameter groups differ."""
+    """Load an optimizer's state. Return (None, None), or (difference, torch's error) if the parameter groups differ."""
     other_groups = _other_groups(optimizer, saved)
     if other_groups is None:
         _check_optimizer(optimizer, saved)
@@ -181,7 +181,7 @@ def _other_groups(optimizer: Optimizer, saved: dict[str, Any]) -> str | None:
 
 
 def check_types(saved: object, own: dict[str, Any], owner: type, *, optional: bool = False) -> None:
-    """Raise if values in a saved state have different types from those in this run's state.
+    """Raise if a value in the checkpoint's state ``saved`` has a different type than in this run's state ``own``.
 
     Args:
         saved: state from a checkpoint.

@@ -199,7 +199,7 @@ class FSDPStrategy(ShardedStrategy):
 
     @does("sharding the module")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Shard rank 0's weights over the ranks; a module that is already sharded does not change. Collective.
+        """Shard rank 0's weights over the ranks, unless the module is already sharded. Collective.
 
         Raises:
             MisconfigurationException: the module cannot be sharded: it has lazy layers, another engine has left it
@@ -301,7 +301,7 @@ class FSDPStrategy(ShardedStrategy):
         return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Check that the optimizers can update shards, and attach a reducer to unsharded parameters."""
+        """Check that the optimizers can update shards, and create a reducer for unsharded parameters' gradients."""
         from lockstep.engines.sharded.fully_shard import unscale
 
         super().setup_optimizers(optimizers, configs)
@@ -459,7 +459,7 @@ class FSDPStrategy(ShardedStrategy):
         return EngineState(module, states, self._other_parameters() if parts else {})
 
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state dict with shards for sharded checkpoints, else with full tensors on rank 0."""
+        """Return an optimizer's state dict: shards for a sharded checkpoint, otherwise full tensors on rank 0."""
         from lockstep.engines.owners import union
         from lockstep.engines.sharded.fully_shard import optimizer_state
 
@@ -504,10 +504,10 @@ class FSDPStrategy(ShardedStrategy):
 
 
 class ShardedGradients(Gradients["ShardedModule"]):
-    """Gradients of a module in which most parameters are sharded, and some are not."""
+    """Access to the gradients of a module in which most parameters are sharded, and some are not."""
 
     def local(self, stepped: bool = False) -> list[Tensor]:
-        """Return this rank's gradient shards, and unsharded gradients that are not reduced yet."""
+        """Return this rank's gradient shards and, unless ``stepped``, unsharded gradients that are not reduced yet."""
         found = [*super().local(stepped), *([] if stepped else self.holder.gathered()[1])]
         return list({id(gradient): local_part(gradient) for gradient in found}.values())
 
@@ -519,7 +519,7 @@ class ShardedGradients(Gradients["ShardedModule"]):
         return {"gradients": copies, "sharded": shards.window_state()}
 
     def load_window_state(self, saved: dict[str, Any]) -> None:
-        """Restore gradients from `window_state`; load this rank's part of full gradients of sharded parameters."""
+        """Restore gradients from `window_state`. Load this rank's part if a sharded parameter's gradient is full."""
         from lockstep.engines.sharded.fully_shard import shard_like
 
         given, parts = saved.get("gradients", {}), self.holder.parameters

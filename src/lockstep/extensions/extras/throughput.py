@@ -78,7 +78,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
 
 
 class _Rising:
-    """The newest values of a counter; each value must exceed the previous one."""
+    """Recorder of a counter's newest values, which can check that a value exceeds the previous one."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name = name
