@@ -160,7 +160,7 @@ class CheckpointIO(ABC):
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """CheckpointIO that writes one torch file atomically, with a hash and no pickled code, locally or at a URL.
+    """CheckpointIO that atomically writes one torch file, locally or at a URL. The file has a hash and no pickled code.
 
     Example::
 

@@ -124,7 +124,7 @@ def node_of(rank: int, local_rank: int, local_size: int, size: int) -> tuple[int
 
 
 def port_of(environ: Mapping[str, str], *numbers: int | None) -> int | None:
-    """Return ``MASTER_PORT``. If it is not set, compute a port from the numbers of the job, its step and the attempt.
+    """Return ``MASTER_PORT``. If it is not set, compute a port from the numbers of the job, job step and attempt.
 
     Args:
         environ: the environment.

@@ -154,7 +154,7 @@ def choice(flag: str, value: object, *, choices: tuple[object, ...]) -> object:
 
 
 def accumulation(flag: str, value: int | dict[int, int]) -> int | dict[int, int]:
-    """Validate ``accumulate_grad_batches``: an int, or a dict from first epochs to the ints from then on."""
+    """Validate ``accumulate_grad_batches``: an int, or a dict that maps an epoch to the int from that epoch on."""
     given = value if isinstance(value, dict) else {0: value}
     table: dict[int, int] = {}
     for first, count in given.items():

@@ -237,11 +237,11 @@ class LoaderSource(ABC):
         )
 
     def even_until(self, number: int) -> int:
-        """Return the index after the last micro-batch of those from ``number`` on that all have the same weights."""
+        """Return the index of the next micro-batch whose weights may differ from those of micro-batch ``number``."""
         return self.even
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:  # noqa: B027
-        """Set the ranks' shares of a global batch for later passes: pairs (micro-batch, shares from this one on)."""
+        """Set the ranks' shares of a global batch for later passes, as pairs (micro-batch, shares from then on)."""
 
     def reshare(self, shares: Reshare) -> None:
         """Set new shares of a global batch within the current pass, from a micro-batch that no rank has drawn yet."""
@@ -261,7 +261,7 @@ class LoaderSource(ABC):
         return batch
 
     def planned(self, ranks: int) -> int | float:
-        """Return the number of micro-batches in a pass if ``ranks`` ranks share the loader."""
+        """Return the number of micro-batches in a pass if the loader is divided among ``ranks`` ranks."""
         return self.length
 
     def repartition(self, plan: WindowPlan) -> None:  # noqa: B027
@@ -272,7 +272,7 @@ class LoaderSource(ABC):
         return None
 
     def position(self, number: int) -> Position:
-        """Return the position that all ranks together have reached before micro-batch ``number``, a window's first."""
+        """Return the position that all ranks together reach before micro-batch ``number``, the first of a window."""
         return None
 
     def generator_states(self) -> list[Any]:
@@ -472,7 +472,7 @@ class Indexed(LoaderSource):
 
 
 class Ordered(Indexed):
-    """A source that computes the order from the position, so that a pass can start anywhere at no cost.
+    """Source that computes the sample order from the position, so that a pass can start anywhere at no cost.
 
     It stores no order and sends no messages.
 

@@ -380,7 +380,7 @@ class Owners:
 
 
 def union(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge `Owners.part_of` of all ranks into one state dict, with the first rank's groups; empty without parts."""
+    """Merge the ranks' results of `Owners.part_of` into one state dict with the first rank's parameter groups."""
     if not parts:
         return {"state": {}, "param_groups": []}
     state = {number: value for part in parts for number, value in part["state"].items()}

@@ -60,7 +60,7 @@ class RankFailed(RuntimeError):
 
 
 def raise_on_all(error: Exception | None, gather: Callable[[object], Sequence[Any]], what: str) -> None:
-    """Raise an error on all ranks if any rank could not write ``what``. Collective.
+    """Raise on all ranks if any rank has an ``error``, which means that it could not write ``what``. Collective.
 
     A rank with an error raises that error; the other ranks raise `RankFailed`.
 
@@ -160,7 +160,7 @@ class Inner:
 
 
 def no_inner_part(path: str, does: str = "reads") -> AttributeError:
-    """Create the error for the use of an internal part of Lightning's Trainer that lockstep lacks.
+    """Create the error for the use of ``path``, an internal part of Lightning's Trainer that lockstep lacks.
 
     The message has the line that uses the part.
 

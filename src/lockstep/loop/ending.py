@@ -40,7 +40,7 @@ class Result:
 
 
 class FitEnding:
-    """Decision after each accumulation window and each epoch whether a fit ends, identical on all ranks.
+    """Check after each accumulation window and each epoch if the fit ends, with the same result on all ranks.
 
     Attributes:
         reason: why the fit ends; None while it continues.

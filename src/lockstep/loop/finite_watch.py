@@ -80,7 +80,7 @@ class NonFiniteNumber:
 
 @dataclass
 class FiniteWatch:
-    """Detector of NaN and infinite values in a fit, which does not make training steps wait for the device.
+    """Detector of NaN and infinite values during a fit. Training steps do not wait for the device.
 
     A loss on the CPU is read at once. Losses on a device are kept until the loop reads other numbers from the device.
     Weights are searched after a loss that is not finite, before a validation, at the end of an epoch, and before a
@@ -318,7 +318,7 @@ class FiniteWatch:
         return list(dict.fromkeys(name for own in session.strategy.gather_objects(names) for name in own))
 
     def _gather_findings(self, names: list[str]) -> tuple[NonFiniteNumber | None, dict[str, int]]:
-        """Return (first non-finite number on any rank, lowest rank with each of the ``names``, by name). Collective."""
+        """Return (first non-finite number on any rank, dict from each name to the lowest rank with it). Collective."""
         session = self._session
         assert session is not None
         every = session.strategy.gather_objects((self._first, names))

@@ -268,7 +268,7 @@ class FitLoop(FitNames):
             )
 
     def _warn_of_eval_mode(self) -> None:
-        """Warn about submodules in eval mode, in which some libraries return models. The fit does not change modes."""
+        """Warn about submodules in eval mode, which a fit does not change. Some libraries return such models."""
         parts = [name or type(part).__name__ for name, part in self.session.module.named_modules() if not part.training]
         if parts:
             others = f" and {len(parts) - 1} more" if len(parts) > 1 else ""

@@ -168,7 +168,7 @@ class SavedRanks:
         return any("gradients" in part for part in self.parts)
 
     def mean_gradients(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        """Return unsharded gradients, averaged over the replicas. A missing gradient counts as zeros.
+        """Return full gradients by name, averaged over the replicas. A missing gradient counts as zeros.
 
         Args:
             shapes: shapes of the unsharded parameters by name.
@@ -230,7 +230,7 @@ class RunBatches:
 
     @property
     def planned(self) -> int | None:
-        """Number of ranks in the plan, or None if there is no plan yet."""
+        """Number of ranks for which the plan counts batches, or None if there is no plan yet."""
         return self._ranks if self.saved is None else self.saved.ranks
 
     def read(self, own: dict[str, Any]) -> None:
@@ -268,7 +268,7 @@ class RunBatches:
         return count_batches(self.saved, attempt)
 
     def prepare(self, feed: Feed, config: RunConfig, epoch: int) -> None:
-        """Prepare a new feed for the epoch in which training starts or continues."""
+        """Prepare the new ``feed`` for the epoch in which training starts or continues."""
         epoch = epoch if self.saved is None else self.saved.at.epoch
         feed.prepare(epoch, config.accumulation(epoch))
 
@@ -321,7 +321,7 @@ class RunBatches:
         return at_window_start(resumed, number is None) if again else resumed
 
     def restore_hook_flags(self, config: RunConfig) -> RunConfig:
-        """Return the config with the ``accumulate_grad_batches`` that hooks had set when the checkpoint was saved."""
+        """Return the config with the ``accumulate_grad_batches`` that hooks had set before the checkpoint was saved."""
         by_hooks, self._by_hooks = self._by_hooks, None
         return config if by_hooks is None else set_flag(config, "accumulate_grad_batches", by_hooks)
 

@@ -241,7 +241,7 @@ def _check_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 
 def _check_states(states: dict[int, Any], parameters: list[torch.Tensor]) -> None:
-    """Raise if the states of a parameter group's parameters have missing values or wrong shapes."""
+    """Raise if a parameter's optimizer state has missing values or wrong shapes, for the parameters of one group."""
     for number, state in states.items():
         if not isinstance(state, dict):
             raise TypeError(f"the state of parameter {number} is a {type(state).__name__}, not a dict")

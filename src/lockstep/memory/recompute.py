@@ -149,7 +149,7 @@ def _saving(save: Save) -> Contexts | None:
 
 
 class Recomputed:
-    """Replacement for a layer's ``forward``, after which the backward recomputes the layer's activations.
+    """Replacement for a layer's ``forward``. The backward then recomputes the layer's activations.
 
     Attributes:
         layer: the layer.
@@ -394,7 +394,7 @@ def adopt_wrappers(module: nn.Module) -> Callable[[], None]:
 
 
 class Recomputation:
-    """Activation checkpointing for a strategy. `begin` replaces the selected layers' forwards, and `end` restores them.
+    """Activation checkpointing by a strategy's arguments: replaces the selected layers' forwards, and restores them.
 
     Args:
         strategy: name of the strategy class, for error messages.

@@ -243,7 +243,7 @@ class HangMonitor:
         return True
 
     def _put(self, own: Sequence[RankSnapshot], now: float, kept: Mapping[int, RankSnapshot] | None = None) -> None:
-        """Request the ranks' stacks from all nodes. With earlier replies in ``kept``, request only stopped ranks'."""
+        """Request the ranks' stacks from all nodes; with earlier replies in ``kept``, only stopped ranks' stacks."""
         self._question.put(now, kept)
         if self.others is not None:
             self.others.request(now, is_new=True)
@@ -267,7 +267,7 @@ class HangMonitor:
         return True
 
     def divergence(self) -> Divergence | None:
-        """Return the mismatch that the traces of all ranks prove, including ended ranks, or None.
+        """Return the mismatch that the traces of all ranks (including ended ranks) prove, or None.
 
         The comparison is slow, so call the method only once.
         """

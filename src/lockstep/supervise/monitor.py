@@ -251,7 +251,7 @@ class RankMonitor:
         return None
 
     def _stuck_after_ctrl_c(self, inside: Mapping[int, RankPosition], now: float) -> Verdict | None:
-        """Return a verdict if all ranks still wait after Ctrl-C and cannot finish their step. Return None otherwise."""
+        """Return a verdict if all ranks still wait after Ctrl-C and cannot finish a window. Return None otherwise."""
         # ranks on other nodes, which are not seen here, may take longer
         seconds = QUIET if len(inside) >= self._size else SAVE_TIMEOUT
         if self.interrupted_at is None or now - self.interrupted_at < seconds or self.hangs.is_proving:

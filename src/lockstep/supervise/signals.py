@@ -86,7 +86,7 @@ def is_under_lockstep(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def end_at_once() -> None:
-    """End this process like an unhandled SIGTERM. For use in handlers."""
+    """End this process at once, like an unhandled SIGTERM. Call this in signal handlers."""
     os._exit(ENDED)
 
 

@@ -91,7 +91,7 @@ class StackQuestion:
 
 
 class StackProof:
-    """Detector of ranks that wait forever, which compares the replies to two consecutive requests for stacks.
+    """Detector of endless waits, which compares the replies to two consecutive requests for stacks.
 
     The second request is sent after all replies to the first have arrived. If both replies are equal, there was a
     moment at which all ranks were at the reported lines.

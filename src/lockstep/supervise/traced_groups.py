@@ -47,7 +47,7 @@ class TracedGroup:
         return sequence_of(group, self.device)
 
     def follow(self, group: Any) -> None:
-        """Count the group's next collective. First, record how many have bypassed the trace since the last call."""
+        """Count the group's next collective, and record how many bypassed the trace since the last call."""
         sequence = group._get_sequence_number_for_group() if self.device is None else sequence_of(group, self.device)
         # another group, which does not count, at the address of a freed one
         if sequence is None:

@@ -60,7 +60,7 @@ MODES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHA
 
 
 class FSDPStrategy(ShardedStrategy):
-    """Strategy with one process per device and a shard of every parameter on each, using ``fully_shard`` (FSDP2).
+    """Strategy that shards every parameter over the ranks with ``fully_shard`` (FSDP2), with one process per device.
 
     A block's parameters are gathered for its forward and its backward, and freed after each. Gradients are averaged
     and sharded by reduce-scatter. Optimizers update shards. The results are those of one process. CPUs are supported
@@ -335,7 +335,7 @@ class FSDPStrategy(ShardedStrategy):
         vars(optimizer)["zero_grad"] = zero_grad
 
     def _free(self, *_: object) -> None:
-        """Free parameters that forwards in hooks or after a backward have gathered, before they become stale."""
+        """Free parameters that a forward in a hook or after a backward has gathered, before the copies become stale."""
         assert self._sharded is not None
         self._sharded.free()
 
@@ -519,7 +519,7 @@ class ShardedGradients(Gradients["ShardedModule"]):
         return {"gradients": copies, "sharded": shards.window_state()}
 
     def load_window_state(self, saved: dict[str, Any]) -> None:
-        """Restore gradients from `window_state`. Load this rank's part if a sharded parameter's gradient is full."""
+        """Restore gradients from `window_state`. From a full gradient of a sharded parameter, load this rank's part."""
         from lockstep.engines.sharded.fully_shard import shard_like
 
         given, parts = saved.get("gradients", {}), self.holder.parameters

@@ -221,7 +221,7 @@ _SENT_IN: dict[str | None, torch.dtype | None] = {None: None, "fp16": torch.floa
 
 
 class OuterOptimizer:
-    """Optimizer that makes one outer step on the ranks' mean progress after every ``period`` local steps.
+    """Optimizer that makes one outer step with the ranks' mean parameter change after every ``period`` local steps.
 
     The outer gradient is the difference between the parameters at the last outer step and the ranks' current mean
     parameters. The outer optimizer steps from the former, and all ranks continue from its result, bit for bit. With

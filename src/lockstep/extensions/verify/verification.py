@@ -256,7 +256,7 @@ class Verification:
     # -- comparing
 
     def _compare(self, ranks: Recording, single: Recording) -> Comparison:
-        """Compare the runs exactly. If differences are small, repeat with tolerances measured by reordering samples."""
+        """Compare the runs exactly. After small differences, compare with tolerances measured by reordering samples."""
         comparison = Numbers(ranks, single, exact).compare()
         first = comparison.first
         float64 = self.runs.float64

@@ -161,7 +161,7 @@ def _on_stream(stream: Any, event: Any) -> Iterator[None]:
 
 @cache
 def has_futures(kind: str) -> bool:
-    """Return True if ``torch.futures`` synchronizes streams of a device type.
+    """Return True if ``torch.futures`` synchronizes streams of device type ``kind``.
 
     Then the stream that waits for a future waits for the stream that set it.
     """
@@ -569,7 +569,7 @@ class HookTransport(AllReduce):
 def attach_hook(
     reducer: Reducer, state: object, hook: Callable[..., Any], round_group: RoundGroup | None = None
 ) -> None:
-    """Make ``hook`` reduce the buckets of ``reducer``. Must run on every rank before the first `prepare`.
+    """Make ``hook`` reduce the buckets of ``reducer``. Call this on every rank before the reducer's first `prepare`.
 
     Args:
         reducer: a reducer without a hook.
