@@ -425,7 +425,7 @@ class CheckpointWriter:
 
     @property
     def io(self) -> CheckpointIO:
-        """The CheckpointIO that writes and reads files; set it before a call of the Trainer."""
+        """The CheckpointIO that writes and reads files. Set this property before a call of the Trainer."""
         return self._default_io if self._given_io is None else self._given_io
 
     @io.setter
@@ -483,7 +483,7 @@ class CheckpointWriter:
         return str(path) in self._saved or storage.exists(path)
 
     def close(self) -> None:
-        """Call the CheckpointIO's ``teardown``, if it was used."""
+        """Call the CheckpointIO's ``teardown``, if the CheckpointIO was used."""
         if self._is_open:
             self._is_open = False
             self.io.teardown()

@@ -169,7 +169,7 @@ def name_of(command: Sequence[str]) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of a command's options, which raises a MisconfigurationException for wrong options.
+    """Parser of a command's options that raises a MisconfigurationException if an option is wrong.
 
     Args:
         prog: name of the command, as it is typed.

@@ -59,7 +59,7 @@ def synchronizes_batchnorm(given: object, devices_of_a_process: int) -> bool:
 
 
 def refuse_unsupported_flags(model_registry: object) -> None:
-    """Raise an error if a flag differs from its default although lockstep supports no other value.
+    """Raise an error if a flag for which lockstep supports only the default has another value.
 
     Raises:
         MisconfigurationException: such a flag has another value.

@@ -410,7 +410,7 @@ class Indexed(LoaderSource):
         return unmixed(iterator) if self._own_process and not self._quiet else iterator
 
     def _checked(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
-        """Yield the batches of a loader with its own ``__iter__``. Check that the loader uses lockstep's sampler.
+        """Yield the batches of a loader that has its own ``__iter__``. Check that the loader uses lockstep's sampler.
 
         With one replica, a pass that starts at its first micro-batch is not checked.
 

@@ -132,7 +132,7 @@ def check_parameter_wise(optimizers: Iterable[Optimizer]) -> None:
 
 
 def needs_whole(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer is known to update each parameter independently, but only as a full tensor."""
+    """Return True if an optimizer is known to update each parameter independently, but needs it as a full tensor."""
     kind = type(optimizer)
     declared = _declared(kind)
     return declared if declared is not None else _updates_as(kind, WHOLE) or _is_whole_elsewhere(kind)
@@ -380,7 +380,10 @@ class Owners:
 
 
 def union(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the ranks' results of `Owners.part_of` into one state dict with the first rank's parameter groups."""
+    """Merge the ranks' results of `Owners.part_of` into one state dict with the first rank's parameter groups.
+
+    The state dict is empty if there are no parts.
+    """
     if not parts:
         return {"state": {}, "param_groups": []}
     state = {number: value for part in parts for number, value in part["state"].items()}

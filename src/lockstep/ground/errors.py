@@ -60,7 +60,7 @@ class RankFailed(RuntimeError):
 
 
 def raise_on_all(error: Exception | None, gather: Callable[[object], Sequence[Any]], what: str) -> None:
-    """Raise on all ranks if any rank has an ``error``, which means that it could not write ``what``. Collective.
+    """Raise on all ranks if any rank failed to write ``what``. ``error`` is this rank's error or None. Collective.
 
     A rank with an error raises that error; the other ranks raise `RankFailed`.
 

@@ -128,7 +128,7 @@ class SavedRanks:
 
     @property
     def has_logged_values(self) -> bool:
-        """True if the checkpoint has the logged values of all ranks; False if one rank saved it without the others."""
+        """True if the checkpoint has the logged values of all ranks; False if a single rank saved it alone."""
         return all("results" in part for part in self.of_replicas if part)  # an entry that was not read is empty
 
     def part_for(self, rank: int, replicas: ReplicaMap, cuts: bool, first_logs: bool) -> RankEntry:

@@ -181,7 +181,7 @@ def _other_groups(optimizer: Optimizer, saved: dict[str, Any]) -> str | None:
 
 
 def check_types(saved: object, own: dict[str, Any], owner: type, *, optional: bool = False) -> None:
-    """Raise if a value in the checkpoint's state ``saved`` has a different type than in this run's state ``own``.
+    """Raise if a value in the checkpoint's state ``saved`` differs in type from the value in this run's state ``own``.
 
     Args:
         saved: state from a checkpoint.

@@ -542,7 +542,7 @@ def _named(argument: str, value: object) -> Iterator[None]:
 
 
 def _name_of(argument: str, value: object, names: Sequence[str]) -> str:
-    """Return an option's name, from a string or a member of torch's enum."""
+    """Return the name of an option's ``value`` (a string or a member of torch's enum); raise if not in ``names``."""
     name = str(getattr(value, "name", value)).upper()
     if name not in names:
         choices = ", ".join(f'"{each}"' for each in names if not each.startswith("_"))

@@ -341,7 +341,7 @@ def _splits_model(ranks: Recording) -> bool:
 
 
 def _notes_of(ranks: Recording, single: Recording) -> Iterator[str]:
-    """Yield notes on features disabled in the runs, and one if the single process reused the ranks' random numbers."""
+    """Yield notes on features disabled in the runs, and on reuse of the ranks' random numbers in the single process."""
     for run, texts in ((ranks, _NOTES_OF_RANKS), (single, _NOTES_OF_SINGLE)):
         for _, event in run.find(*texts):
             yield texts[event["kind"]].format(**event)
