@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStoppingReason(Enum):
-    """The condition of :class:`EarlyStopping` that ended the training."""
+    """Reason why :class:`EarlyStopping` ended the training; ``NOT_STOPPED`` if it did not."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -122,7 +122,7 @@ class EarlyStopping(Callback):
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reset the reason for which an earlier fit was stopped, but not the wait count."""
+        """Reset the reason why an earlier fit was ended, but not the wait count."""
         self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message = None
@@ -155,7 +155,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a saved state; a state without a reason to stop, from Lightning before 2.6, is accepted.
+        """Load a saved state. The key "stopping_reason" may be missing, as in states from Lightning before 2.6.
 
         Raises:
             ValueError: the best score is not a single number.
@@ -205,7 +205,7 @@ class EarlyStopping(Callback):
         return bool(value < than) if self.mode == "min" else bool(value > than)
 
     def _judge(self, current: Tensor) -> tuple[EarlyStoppingReason, str | None]:
-        """Compare a value with the best value and the thresholds; return the reason to stop (if any) and a message.
+        """Compare a value with the best value and the thresholds. Return (reason to stop, message or None).
 
         The wait count and the best value are updated.
         """

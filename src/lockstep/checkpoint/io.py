@@ -160,7 +160,7 @@ class CheckpointIO(ABC):
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """CheckpointIO that writes one torch file atomically, with a hash and no pickled code, locally or at a URL.
+    """CheckpointIO that atomically writes one torch file, locally or at a URL. The file has a hash and no pickled code.
 
     Example::
 
@@ -405,7 +405,7 @@ Path = str | os.PathLike[str]
 
 
 class CheckpointWriter:
-    """The Trainer's access to a CheckpointIO, with a record of the checkpoints of this run.
+    """Wrapper around the Trainer's CheckpointIO that also records which checkpoints this run has saved.
 
     Args:
         default_io: the CheckpointIO to use if the user passes none.
@@ -425,7 +425,7 @@ class CheckpointWriter:
 
     @property
     def io(self) -> CheckpointIO:
-        """The CheckpointIO that writes and reads files; set it before a call of the Trainer."""
+        """The CheckpointIO that writes and reads files. Set this property before a call of the Trainer."""
         return self._default_io if self._given_io is None else self._given_io
 
     @io.setter
@@ -483,7 +483,7 @@ class CheckpointWriter:
         return str(path) in self._saved or storage.exists(path)
 
     def close(self) -> None:
-        """Call the CheckpointIO's ``teardown``, if it was used."""
+        """Call the CheckpointIO's ``teardown``, if the CheckpointIO was used."""
         if self._is_open:
             self._is_open = False
             self.io.teardown()

@@ -169,7 +169,7 @@ def name_of(command: Sequence[str]) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of a command's options, which raises a MisconfigurationException for wrong options.
+    """Parser of a command's options that raises a MisconfigurationException if an option is wrong.
 
     Args:
         prog: name of the command, as it is typed.
@@ -265,7 +265,7 @@ def split(words: list[str], parser: CommandParser) -> tuple[argparse.Namespace, 
 
 
 def _split_options(words: list[str], takes: dict[str, bool]) -> tuple[list[str], list[str]]:
-    """Split a command line after the last of its leading options (with their values); return both parts."""
+    """Split a command line, and return (the leading options with their values, the remaining words)."""
     at = 0
     while at < len(words):
         name, equals, _ = words[at].partition("=")
@@ -299,7 +299,7 @@ def _devices(text: str) -> int:
 
 
 def _rendezvous(options: argparse.Namespace, few: int, most: int) -> tuple[str | None, int]:
-    """Return host and port of the nodes' rendezvous; (None, 0) for a single node."""
+    """Return (host, port) of the nodes' rendezvous; (None, 0) for a single node."""
     given = [
         f"--{name.replace('_', '-')} {getattr(options, name)}"
         for name in ("node_rank", "master_addr", "master_port", "local_addr", "rdzv_endpoint")

@@ -15,7 +15,7 @@ from lockstep.ground.errors import MisconfigurationException
 
 @dataclass(frozen=True)
 class World:
-    """The rank of this process, the number of ranks and nodes in the run, and the address of their rendezvous.
+    """Place of this process in a run: its rank, the numbers of ranks and nodes, and the address of the rendezvous.
 
     Raises:
         MisconfigurationException: the numbers contradict each other.
@@ -60,7 +60,7 @@ class World:
 
 
 def read_number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return the integer in an environment variable.
+    """Return the integer in the environment variable ``name``, or ``default`` if the variable is not set.
 
     Args:
         environ: the environment.
@@ -84,7 +84,7 @@ def read_number(environ: Mapping[str, str], name: str, default: int | None = Non
 
 
 def world_of(cluster: str, environ: Mapping[str, str], names: tuple[str, ...], way_out: str, **numbers: Any) -> World:
-    """Return the World with the given fields. Errors name the environment variables with these values.
+    """Create a World from ``numbers``. If they contradict each other, the error names their environment variables.
 
     Args:
         cluster: name of the cluster, for messages.
@@ -104,7 +104,7 @@ def world_of(cluster: str, environ: Mapping[str, str], names: tuple[str, ...], w
 
 
 def node_of(rank: int, local_rank: int, local_size: int, size: int) -> tuple[int, int]:
-    """Return the number of a rank's node and the number of nodes, for a launcher that passes neither number.
+    """Return (index of a rank's node, number of nodes), for a launcher that passes neither number.
 
     All nodes are assumed to have the same number of ranks.
 
@@ -124,7 +124,7 @@ def node_of(rank: int, local_rank: int, local_size: int, size: int) -> tuple[int
 
 
 def port_of(environ: Mapping[str, str], *numbers: int | None) -> int | None:
-    """Return ``MASTER_PORT``. If it is not set, compute a port from the numbers of the job, its step and the attempt.
+    """Return ``MASTER_PORT``. If it is not set, compute a port from the numbers of the job, job step and attempt.
 
     Args:
         environ: the environment.
@@ -245,7 +245,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def slots(text: str) -> dict[str, int]:
-    """Return the number of slots of each host in LSF's ``LSB_MCPU_HOSTS``, in its order.
+    """Return a dict from each host to its number of slots, from ``text``, the value of LSF's ``LSB_MCPU_HOSTS``.
 
     The numbers of a repeated host are added.
 

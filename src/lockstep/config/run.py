@@ -23,7 +23,7 @@ from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 
 
 def defaults_of(init: Callable[..., None]) -> dict[str, Any]:
-    """Return the default value of each Trainer flag, in the order of the signature ``init``."""
+    """Return the default of each Trainer flag by name, in the order of the constructor ``init``."""
     parameters = inspect.signature(init).parameters.values()
     return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
@@ -59,7 +59,7 @@ def synchronizes_batchnorm(given: object, devices_of_a_process: int) -> bool:
 
 
 def refuse_unsupported_flags(model_registry: object) -> None:
-    """Raise an error if a flag differs from its default although lockstep supports no other value.
+    """Raise an error if a flag for which lockstep supports only the default has another value.
 
     Raises:
         MisconfigurationException: such a flag has another value.
@@ -120,7 +120,7 @@ def batches_to_try(flag: str, value: object) -> int:
 
 
 def fraction_or_count(flag: str, value: object, *, zero: bool = True, default: float = 1.0) -> int | float:
-    """Validate a limit of batches: a number of batches (int), or a fraction of the loader (float).
+    """Validate a limit on batches and return it: a number of batches (int), or a fraction of the loader (float).
 
     A float above 1 without decimals, such as 10.0, is a number of batches.
     """
@@ -154,7 +154,7 @@ def choice(flag: str, value: object, *, choices: tuple[object, ...]) -> object:
 
 
 def accumulation(flag: str, value: int | dict[int, int]) -> int | dict[int, int]:
-    """Validate ``accumulate_grad_batches``: a number, or a dict from epochs to the numbers that apply from then on."""
+    """Validate ``accumulate_grad_batches``: an int, or a dict that maps an epoch to the int from that epoch on."""
     given = value if isinstance(value, dict) else {0: value}
     table: dict[int, int] = {}
     for first, count in given.items():

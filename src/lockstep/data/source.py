@@ -64,7 +64,7 @@ _BLOCK = 8192  # positions whose indices are computed at once: 1 ms, 64 KiB
 
 @dataclass(frozen=True)
 class Replicas:
-    """The number of model replicas, which see different samples, and the index of the replica of this rank.
+    """Number of model replicas, which read different samples, and the index of this rank's replica.
 
     Ranks that share a model by tensor or pipeline parallelism are one replica: they draw the same batches. If no
     strategy splits the model, each rank is a replica.
@@ -231,17 +231,17 @@ class LoaderSource(ABC):
         return number < self.length
 
     def weights(self, number: int) -> Sequence[float]:
-        """Return the number of samples that each rank draws for a micro-batch; 0 for a padding batch."""
+        """Return, for each rank, the number of samples that it draws for a micro-batch; 0 for a padding batch."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot compute the weights of a micro-batch before the micro-batch is fetched"
         )
 
     def even_until(self, number: int) -> int:
-        """Return the end of the consecutive micro-batches that have the same weights as micro-batch ``number``."""
+        """Return the index of the next micro-batch whose weights may differ from those of micro-batch ``number``."""
         return self.even
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:  # noqa: B027
-        """Set the ranks' shares of a global batch for later passes, as pairs (first micro-batch, shares from it on)."""
+        """Set the ranks' shares of a global batch for later passes, as pairs (micro-batch, shares from then on)."""
 
     def reshare(self, shares: Reshare) -> None:
         """Set new shares of a global batch within the current pass, from a micro-batch that no rank has drawn yet."""
@@ -261,18 +261,18 @@ class LoaderSource(ABC):
         return batch
 
     def planned(self, ranks: int) -> int | float:
-        """Return the number of micro-batches in a pass if ``ranks`` ranks share the loader."""
+        """Return the number of micro-batches in a pass if the loader is divided among ``ranks`` ranks."""
         return self.length
 
     def repartition(self, plan: WindowPlan) -> None:  # noqa: B027
-        """Divide later passes as planned for a different number of ranks. Call this before those passes are opened."""
+        """Divide the passes that are opened after this call by ``plan``, which is for a different number of ranks."""
 
     def samples_of(self, number: int) -> tuple[list[int], int] | None:
-        """Return the data set indices and first position of this rank's part of a micro-batch; None if unknown."""
+        """Return (data set indices, first position) of this rank's part of a micro-batch; None if unknown."""
         return None
 
     def position(self, number: int) -> Position:
-        """Return how far all ranks have read before micro-batch ``number``, which starts a window."""
+        """Return the position that all ranks together reach before micro-batch ``number``, the first of a window."""
         return None
 
     def generator_states(self) -> list[Any]:
@@ -296,7 +296,7 @@ class LoaderSource(ABC):
         return [self]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for resuming a pass, in addition to the position; empty if none is needed."""
+        """Return the state, other than the position, from which a pass can resume; an empty dict if there is none."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
@@ -410,7 +410,7 @@ class Indexed(LoaderSource):
         return unmixed(iterator) if self._own_process and not self._quiet else iterator
 
     def _checked(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
-        """Yield the batches of a loader with its own ``__iter__``. Check that the loader uses lockstep's sampler.
+        """Yield the batches of a loader that has its own ``__iter__``. Check that the loader uses lockstep's sampler.
 
         With one replica, a pass that starts at its first micro-batch is not checked.
 
@@ -472,7 +472,7 @@ class Indexed(LoaderSource):
 
 
 class Ordered(Indexed):
-    """A source that computes the order from the position, so that a pass can start anywhere at no cost.
+    """Source that computes the sample order from the position, so that a pass can start anywhere at no cost.
 
     It stores no order and sends no messages.
 
@@ -561,7 +561,7 @@ class Ordered(Indexed):
         return (self._seeds(*each) for block in blocks for each in zip(*block, strict=True))
 
     def _blocks(self, stop: int) -> Iterator[tuple[list[list[int]], list[int]]]:
-        """Yield, for blocks of micro-batches, the indices and the first position of this rank's part of each."""
+        """Yield (indices, first positions) for blocks of micro-batches: this rank's part of each micro-batch."""
         partition, full = self._partition, min(self._partition.full, stop)
         at_once = max(1, _BLOCK // partition.batch)
         for begin in range(self._start, full, at_once):
@@ -575,7 +575,7 @@ class Ordered(Indexed):
             yield self._indices(spans), [first for first, _ in spans]
 
     def _spans(self, partition: Partition, numbers: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-        """Yield the number, first position and end of this rank's part of each micro-batch. Omit empty parts."""
+        """Yield (micro-batch number, first position, end) of this rank's part of each micro-batch. Omit empty parts."""
         for number in numbers:
             first, end = partition.span(number, self.rank)
             if first == end and self.pads:
@@ -591,7 +591,7 @@ class Ordered(Indexed):
         return [list(itertools.islice(drawn, end - first)) for first, end in spans]
 
     def _one_by_one(self, stop: int) -> Iterator[list[int] | int]:
-        """Yield the indices of each micro-batch while shares may change. Compute them again if shares have changed."""
+        """Yield this rank's indices for each micro-batch. Recompute the remaining indices if shares change."""
         number = self.drawn = self._start
         while number < stop:
             partition, known = self._partition_at(number), len(self._partitions)
@@ -615,7 +615,7 @@ def _drawn_from(sampler: object) -> int | None:
 
 
 class _Lists:
-    """The batch sampler of a source's loader. All passes use one object, because persistent workers store it."""
+    """Batch sampler of a source's loader. All passes share one instance, because persistent workers store it."""
 
     def __init__(self, source: Indexed) -> None:
         self._source = source
@@ -654,7 +654,7 @@ def _seeding(drawn: Iterable[Any]) -> Iterator[Any]:
 
 
 class Measure:
-    """Function that returns the number of samples in a ready-made batch, and logs once how the number was found.
+    """Callable that returns the number of samples in a ready-made batch, and logs once how the number is determined.
 
     The number is the length of the first tensor, because lockstep did not draw the samples of such batches.
 
@@ -744,7 +744,7 @@ def skip(iterator: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def read_first(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Read the first batch at once, so that the iterator draws its first random numbers. Iterate over all batches."""
+    """Read the first batch now, so that the iterator draws its random numbers. Return an iterator over all batches."""
     return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
 
 
@@ -792,7 +792,7 @@ def states_of(samplers: Iterable[Stateful]) -> list[Any]:
 
 
 def of_all_ranks(state: object) -> dict[str, Any]:
-    """Return the part of a loader's state that is valid on every rank, for any number of ranks: the order."""
+    """Return the part of a loader's state that does not depend on the rank or the number of ranks: the sample order."""
     if not isinstance(state, dict):
         return {}
     common: dict[str, Any] = {key: state[key] for key in ("order",) if key in state}

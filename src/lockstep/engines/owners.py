@@ -1,4 +1,4 @@
-"""Assignment of each parameter to an owner rank, which alone updates it; checks that optimizers allow this."""
+"""Division of optimizer updates: one rank, the owner, updates each parameter. Checks that optimizers allow this."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _declare(whole: bool, kind: Kind) -> Kind:
 
 
 def _declared(kind: type) -> bool | None:
-    """Return ``whole`` as declared for ``kind`` or its base; None if undeclared, or if ``kind`` has its own update."""
+    """Return ``whole`` as declared for ``kind`` or a base; None if undeclared, or if ``kind`` overrides the update."""
     for base in kind.__mro__:
         if DECLARED in vars(base):
             value: bool = vars(base)[DECLARED]
@@ -132,7 +132,7 @@ def check_parameter_wise(optimizers: Iterable[Optimizer]) -> None:
 
 
 def needs_whole(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer is known to update each parameter independently, but only as a full tensor."""
+    """Return True if an optimizer is known to update each parameter independently, but needs it as a full tensor."""
     kind = type(optimizer)
     declared = _declared(kind)
     return declared if declared is not None else _updates_as(kind, WHOLE) or _is_whole_elsewhere(kind)
@@ -172,7 +172,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def owners_of(sizes: Sequence[int], load: list[int]) -> list[int]:
-    """Assign each parameter, in order of decreasing size, to the rank with the least load; return the owner ranks.
+    """Assign each parameter, in order of decreasing size, to the rank with the least load. Return the owner of each.
 
     Args:
         sizes: sizes of the parameters, in any unit.
@@ -242,7 +242,7 @@ def update_within(optimizer: Optimizer, context: AbstractContextManager[None]) -
 
 
 class Owners:
-    """Base class that makes each rank update only the parameters that it owns; a subclass exchanges the values.
+    """Base class that makes each rank update only the parameters that it owns. Subclasses exchange the new values.
 
     The optimizers' ``step``, ``state_dict`` and ``load_state_dict`` are replaced by this object's.
     The owners follow from the order of the parameters, so all ranks compute the same ones without a message.
@@ -380,7 +380,10 @@ class Owners:
 
 
 def union(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge `Owners.part_of` of all ranks into one state dict, with the first rank's groups; empty without parts."""
+    """Merge the ranks' results of `Owners.part_of` into one state dict with the first rank's parameter groups.
+
+    The state dict is empty if there are no parts.
+    """
     if not parts:
         return {"state": {}, "param_groups": []}
     state = {number: value for part in parts for number, value in part["state"].items()}

@@ -73,7 +73,7 @@ def is_strategy(name: str) -> bool:
 
 
 def class_of(name: str) -> type[Strategy]:
-    """Import and return the strategy class for a name. (``import lockstep`` imports no engine.)"""
+    """Import and return the strategy class for a name. ``import lockstep`` itself imports no engine."""
     found: type[Strategy]
     if name in NAMES:
         file, _, kind = NAMES[name][0].rpartition(".")

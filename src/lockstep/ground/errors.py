@@ -22,7 +22,7 @@ class WrongType(MisconfigurationException, TypeError):
 
 
 class MissingAttribute(MisconfigurationException, AttributeError):
-    """Error for the use of an object that does not exist yet, such as weights before a fit; an ``AttributeError``."""
+    """Error for the use of an object that does not exist yet, such as weights before a fit. An ``AttributeError``."""
 
 
 class MissingKey(MisconfigurationException, KeyError):
@@ -44,7 +44,7 @@ def words_of(error: BaseException) -> str:
 
 
 class RankFailed(RuntimeError):
-    """Error that a rank raises because another rank has failed. The message has that rank, the place and the reason.
+    """Error that a rank raises because another rank has failed. The message names that rank, the place and the reason.
 
     It replaces the error of the collective whose peer is gone ("Connection closed by peer"), which is its
     ``__cause__``.
@@ -60,7 +60,7 @@ class RankFailed(RuntimeError):
 
 
 def raise_on_all(error: Exception | None, gather: Callable[[object], Sequence[Any]], what: str) -> None:
-    """Raise an error on all ranks if any rank could not write ``what``. Collective.
+    """Raise on all ranks if any rank failed to write ``what``. ``error`` is this rank's error or None. Collective.
 
     A rank with an error raises that error; the other ranks raise `RankFailed`.
 
@@ -82,7 +82,7 @@ class CorruptCheckpoint(RuntimeError):
 
 
 class MissingExtra(ModuleNotFoundError):
-    """Error for an optional package that is not installed. The message has the feature and the extra to install."""
+    """Error for an optional package that is not installed. The message names the feature and the extra to install."""
 
 
 def missing_extra(package: str, extra: str, needed_for: str) -> MissingExtra:
@@ -107,7 +107,7 @@ _OWN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, "<
 
 
 def _find_caller() -> tuple[str, str]:
-    """Return the package, and "file:line", of the innermost caller outside of lockstep and Python's import system."""
+    """Return (package, "file:line") of the innermost caller outside of lockstep and Python's import system."""
     # The import system's frames are skipped, too: a name may be requested by an import statement.
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
@@ -160,7 +160,7 @@ class Inner:
 
 
 def no_inner_part(path: str, does: str = "reads") -> AttributeError:
-    """Create the error for the use of an internal part of Lightning's Trainer that lockstep lacks.
+    """Create the error for the use of ``path``, an internal part of Lightning's Trainer that lockstep lacks.
 
     The message has the line that uses the part.
 

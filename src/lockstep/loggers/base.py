@@ -386,7 +386,7 @@ class SavesCheckpoints(Protocol):
 
 
 class Uploads:
-    """Schedule of a logger's checkpoint uploads, and record of the files that are uploaded.
+    """Scheduler of a logger's checkpoint uploads, which records the uploaded files.
 
     Args:
         when: False: never. ``"all"``: each checkpoint as soon as it is saved. True: the checkpoints that exist at
@@ -399,7 +399,7 @@ class Uploads:
         self._at_end: dict[int, SavesCheckpoints] = {}
 
     def after_save(self, callback: SavesCheckpoints) -> list[Upload]:
-        """Return the checkpoints to upload immediately; called after `callback` has saved a checkpoint."""
+        """Return the checkpoints to upload now. Call this after `callback` has saved a checkpoint."""
         if self.when == "all" or (self.when is True and callback.save_top_k == -1):
             return self.new(callback)
         if self.when is True:
@@ -411,7 +411,7 @@ class Uploads:
         return [upload for callback in self._at_end.values() for upload in self.new(callback)]
 
     def new(self, callback: SavesCheckpoints) -> list[Upload]:
-        """Return the callback's files that changed since the last upload, oldest first; record them as uploaded."""
+        """Return the callback's files that changed since the last upload, oldest first, and record them as uploaded."""
         scores = {callback.last_model_path: callback.current_score, callback.best_model_path: callback.best_model_score}
         scores.update(callback.best_k_models)
         found = []

@@ -40,7 +40,7 @@ class Result:
 
 
 class FitEnding:
-    """Decides after each accumulation window and epoch whether a fit ends, identically on all ranks.
+    """Check after each accumulation window and each epoch if the fit ends, with the same result on all ranks.
 
     Attributes:
         reason: why the fit ends; None while it continues.
@@ -98,7 +98,7 @@ class FitEnding:
             signals.act()
 
     def check_clock(self, most: float) -> None:
-        """Request a stop on rank 0 after ``most`` seconds of the fit. All ranks then stop after the same window."""
+        """Request a stop on rank 0 once a fit has run for ``most`` seconds. All ranks stop after the same window."""
         # one clock decides, since those of several ranks run out at different windows
         if self._session.fit.seconds() >= most and self._session.is_global_zero:
             self._session.should_stop = True

@@ -80,7 +80,7 @@ class NonFiniteNumber:
 
 @dataclass
 class FiniteWatch:
-    """Watches a fit for NaN and infinite values. Steps do not wait for the device.
+    """Detector of NaN and infinite values during a fit. Training steps do not wait for the device.
 
     A loss on the CPU is read at once. Losses on a device are kept until the loop reads other numbers from the device.
     Weights are searched after a loss that is not finite, before a validation, at the end of an epoch, and before a
@@ -177,7 +177,7 @@ class FiniteWatch:
             self.take(floats([number for number, *_ in self._kept]))
 
     def numbers_to_read(self) -> list[Tensor]:
-        """Return stored losses and gradient norms, and the norm of the weights. The caller passes them to `take`."""
+        """Return stored losses and gradient norms, and the norm of the weights, which the caller passes to `take`."""
         # on the CPU the next loss shows bad weights; a search at each logged step would cost more than all else here
         if not (self.is_active and self._waits):
             return []
@@ -217,7 +217,7 @@ class FiniteWatch:
             session.agreement.request(session.not_finite_flag)
 
     def check_weights(self) -> None:
-        """Check that the weights, and the losses and gradient norms kept since the last check, are finite.
+        """Check that the weights, and the losses and gradient norms stored since the last check, are finite.
 
         Does not communicate. Waits for the device once.
         """
@@ -318,7 +318,7 @@ class FiniteWatch:
         return list(dict.fromkeys(name for own in session.strategy.gather_objects(names) for name in own))
 
     def _gather_findings(self, names: list[str]) -> tuple[NonFiniteNumber | None, dict[str, int]]:
-        """Return the first non-finite number on any rank, and for each name the lowest rank that has it. Collective."""
+        """Return (first non-finite number on any rank, dict from each name to the lowest rank with it). Collective."""
         session = self._session
         assert session is not None
         every = session.strategy.gather_objects((self._first, names))

@@ -61,7 +61,7 @@ class StepMeasure(Protocol):
 
 
 class FitLoop(FitNames):
-    """Training loop: epochs, which consist of accumulation windows, which consist of micro-batches.
+    """Training loop over epochs. An epoch consists of accumulation windows, and a window consists of micro-batches.
 
     As pseudo-code::
 
@@ -268,7 +268,7 @@ class FitLoop(FitNames):
             )
 
     def _warn_of_eval_mode(self) -> None:
-        """Warn about submodules in eval mode, in which some libraries return models. The fit does not change modes."""
+        """Warn about submodules in eval mode, which a fit does not change. Some libraries return such models."""
         parts = [name or type(part).__name__ for name, part in self.session.module.named_modules() if not part.training]
         if parts:
             others = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
@@ -310,12 +310,12 @@ class FitLoop(FitNames):
         return min(steps, most)
 
     def _reload_due(self, loaded: int | None) -> bool:
-        """Return True if loaders last requested for epoch ``loaded`` (None: never) must be requested again."""
+        """Return True if loaders that were last requested in epoch ``loaded`` (None: never) must be requested again."""
         every = self.session.config.reload_dataloaders_every_n_epochs
         return bool(every) and (loaded is None or self.session.fit.progress.epoch - loaded >= every)
 
     def _val_reload_due(self) -> bool:
-        """Return True if the validation loaders must be requested again, and then record the epoch of the request.
+        """Return True if the validation loaders must be requested again. In that case, record the current epoch.
 
         Loaders of a sanity check count for the next epoch only if that epoch is validated, as in Lightning.
         """
@@ -368,7 +368,7 @@ class FitLoop(FitNames):
             progress.epoch = epoch
 
     def _begin_epoch(self) -> None:
-        """Start or resume an epoch: at a start, reload data if due and call ``on_train_epoch_start``."""
+        """Start or resume an epoch. When it starts, reload data if due, and call ``on_train_epoch_start``."""
         progress = self.session.fit.progress
         if progress.phase == EPOCH_START:
             progress.batch = 0
@@ -451,7 +451,7 @@ class FitLoop(FitNames):
         self._end_epoch(whole, feed)
 
     def _continue_after_batch(self, accumulate: int) -> bool:
-        """After a resume, validate and end the window if still due; return True if the epoch has no more batches."""
+        """After a resume, validate and end the window if still due. Return True if the epoch has no more batches."""
         progress, feed = self.session.fit.progress, self.session.fit.loaded
         progress.last = progress.last or progress.batch >= feed.num_batches
         at_end = progress.last or feed.batches_done(progress.batch, accumulate) == 0

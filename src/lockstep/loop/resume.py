@@ -83,7 +83,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class ValidationStart:
-    """Random states and metrics before a validation, which changes them."""
+    """Random states and metrics as they were at the start of a validation."""
 
     random: dict[str, Any]
     metrics: dict[str, Any]
@@ -94,7 +94,7 @@ class ValidationStart:
 
 @dataclass(frozen=True)
 class SavedRanks:
-    """A checkpoint's entries, one for each rank that saved it, and the replicas to which these ranks belonged."""
+    """Entries of a checkpoint, one for each rank of the run that saved the checkpoint, and each rank's replica."""
 
     parts: Sequence[RankEntry]
     of_rank: tuple[int, ...]
@@ -123,16 +123,16 @@ class SavedRanks:
 
     @property
     def of_replicas(self) -> list[RankEntry]:
-        """For each replica, the entry of its first rank."""
+        """List of entries, one for each replica: the entry of the replica's first rank."""
         return [self.parts[self.of_rank.index(replica)] for replica in range(self.count)]
 
     @property
     def has_logged_values(self) -> bool:
-        """True if the checkpoint has the logged values of all ranks; False if one rank saved it without the others."""
+        """True if the checkpoint has the logged values of all ranks; False if a single rank saved it alone."""
         return all("results" in part for part in self.of_replicas if part)  # an entry that was not read is empty
 
     def part_for(self, rank: int, replicas: ReplicaMap, cuts: bool, first_logs: bool) -> RankEntry:
-        """Return the entry for a rank of the resumed run, in which replicas may consist of different ranks.
+        """Return the entry from which ``rank`` of the resumed run continues. Replicas may differ from the checkpoint's.
 
         Args:
             rank: rank in the resumed run.
@@ -168,7 +168,7 @@ class SavedRanks:
         return any("gradients" in part for part in self.parts)
 
     def mean_gradients(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        """Return unsharded gradients, averaged over the replicas. A missing gradient counts as zeros.
+        """Return full gradients by name, averaged over the replicas. A missing gradient counts as zeros.
 
         Args:
             shapes: shapes of the unsharded parameters by name.
@@ -184,7 +184,7 @@ class SavedRanks:
 
 
 def joined(parts: Sequence[RankEntry]) -> RankEntry:
-    """Merge the logged values and metrics of several saved replicas into one entry."""
+    """Return one entry with the merged logged values and metrics of several saved replicas' entries."""
     metrics: dict[str, list[Any]] = {}
     for part in parts:
         for name, state in part.get("metrics", {}).items():
@@ -198,7 +198,7 @@ def _saved(parts: Sequence[RankEntry], key: str) -> list[Any]:
 
 
 def at_window_start(part: RankEntry, restarts_epoch: bool) -> RankEntry:
-    """Reset a rank's entry to the start of the current window, for a resume that repeats the window.
+    """Return a rank's entry as of the start of the current window, for a resume that repeats the window.
 
     Args:
         part: the rank's entry.
@@ -216,7 +216,7 @@ def _select(part: RankEntry, *keys: str) -> RankEntry:
 
 
 class RunBatches:
-    """Plan for counting batches in fits, with which a resume on a different number of ranks finds its position.
+    """Recorder of how a run counts its batches, from which a resume on a different number of ranks finds its position.
 
     Attributes:
         saved: plan from the checkpoint that the fit resumes from; None once training continues.
@@ -230,7 +230,7 @@ class RunBatches:
 
     @property
     def planned(self) -> int | None:
-        """Number of ranks in the plan, or None if there is no plan yet."""
+        """Number of ranks for which the plan counts batches, or None if there is no plan yet."""
         return self._ranks if self.saved is None else self.saved.ranks
 
     def read(self, own: dict[str, Any]) -> None:
@@ -268,7 +268,7 @@ class RunBatches:
         return count_batches(self.saved, attempt)
 
     def prepare(self, feed: Feed, config: RunConfig, epoch: int) -> None:
-        """Prepare a new feed for the epoch in which training starts or continues."""
+        """Prepare the new ``feed`` for the epoch in which training starts or continues."""
         epoch = epoch if self.saved is None else self.saved.at.epoch
         feed.prepare(epoch, config.accumulation(epoch))
 
@@ -321,12 +321,12 @@ class RunBatches:
         return at_window_start(resumed, number is None) if again else resumed
 
     def restore_hook_flags(self, config: RunConfig) -> RunConfig:
-        """Return the config with the ``accumulate_grad_batches`` that hooks had set when the checkpoint was saved."""
+        """Return the config with the ``accumulate_grad_batches`` that hooks had set before the checkpoint was saved."""
         by_hooks, self._by_hooks = self._by_hooks, None
         return config if by_hooks is None else set_flag(config, "accumulate_grad_batches", by_hooks)
 
     def state_dict(self, config: RunConfig, feed: Feed | None, progress: Progress, done: int) -> dict[str, Any] | None:
-        """Return the plan and the position in it, for a checkpoint.
+        """Return the plan for counting batches and the fit's position in the plan, to save in a checkpoint.
 
         Args:
             config: config of the fit, with changes by hooks.
@@ -357,7 +357,7 @@ ModuleFlags = dict[str, Flags]
 
 
 class HookChanges:
-    """Changes of ``requires_grad`` and of train or eval mode that hooks made since training started.
+    """Recorder of the changes that hooks make to ``requires_grad`` and train or eval modes once training has started.
 
     A checkpoint saves the changes, because a hook at the start of an epoch does not run again after a resume in that
     epoch or later.
@@ -384,7 +384,7 @@ class HookChanges:
         self._saved = saved
 
     def begin(self, strategy: Strategy, module: LightningModule) -> None:
-        """Record the flags after ``on_train_start``, and apply the changes from the checkpoint."""
+        """Record ``requires_grad`` and modes after ``on_train_start``, and apply the changes from the checkpoint."""
         self._at_start = self._flags_of(module)
         parameters, parts = strategy.named_parameters(), dict(module.named_modules())
         for name, needed in self._saved.get("trained", {}).items():
@@ -395,11 +395,11 @@ class HookChanges:
                 parts[name].training = training
 
     def end(self, module: LightningModule) -> None:
-        """Record the flags after the last epoch."""
+        """Record ``requires_grad`` and train or eval modes after the last epoch."""
         self._at_end = self._flags_of(module)
 
     def state_dict(self, module: LightningModule) -> ModuleFlags:
-        """Return the changed flags by name; an empty dict if nothing changed."""
+        """Return the changed values of ``requires_grad`` and modes, by name; an empty dict if nothing changed."""
         if self._at_start is None:
             return self._saved
         now = self._at_end or self._flags_of(module)
@@ -407,7 +407,7 @@ class HookChanges:
         return dict(changes) if any(changes.values()) else {}
 
     def _flags_of(self, module: LightningModule) -> ModuleFlags:
-        """Return the current flags. Parameters under ``toggle_optimizer`` count as before the toggle."""
+        """Return the current values of ``requires_grad`` and modes, without the effect of ``toggle_optimizer``."""
         toggled = module._toggled
         trained = {plain_name(n): toggled.get(p, p.requires_grad) for n, p in module.named_parameters()}
         return {"trained": trained, "training": self.outside or modes_of(module)}

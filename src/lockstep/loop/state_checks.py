@@ -81,7 +81,7 @@ def load_weights(session: Session, saved: dict[str, Any], absent: Collection[str
 def _first_difference(
     module: LightningModule, saved: dict[str, Any], absent: Collection[str], certain: bool = False
 ) -> str | None:
-    """Describe the first tensor that does not match, and what to do; return None if all match.
+    """Describe the first tensor whose name or shape differs in ``saved``, and suggest a fix. Return None if all match.
 
     Args:
         module: module with a flag ``strict_loading``.
@@ -107,7 +107,7 @@ def _first_difference(
 
 
 def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None, load: Callable[[], object]) -> None:
-    """Load an optimizer's state. Raise if it is from a different optimizer class, which torch would accept.
+    """Load an optimizer's state. Raise if a different optimizer class saved it, since torch would not detect that.
 
     Args:
         optimizer: an optimizer of this run.
@@ -132,7 +132,7 @@ def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None
 def _loaded(
     optimizer: Optimizer, saved: dict[str, Any], load: Callable[[], object]
 ) -> tuple[str | None, ValueError | None]:
-    """Load a state; return (None, None), or the difference and torch's error if the parameter groups differ."""
+    """Load an optimizer's state. Return (None, None), or (difference, torch's error) if the parameter groups differ."""
     other_groups = _other_groups(optimizer, saved)
     if other_groups is None:
         _check_optimizer(optimizer, saved)
@@ -181,7 +181,7 @@ def _other_groups(optimizer: Optimizer, saved: dict[str, Any]) -> str | None:
 
 
 def check_types(saved: object, own: dict[str, Any], owner: type, *, optional: bool = False) -> None:
-    """Raise if values in a saved state have different types from those in this run's state.
+    """Raise if a value in the checkpoint's state ``saved`` differs in type from the value in this run's state ``own``.
 
     Args:
         saved: state from a checkpoint.
@@ -241,7 +241,7 @@ def _check_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 
 def _check_states(states: dict[int, Any], parameters: list[torch.Tensor]) -> None:
-    """Raise if the states of a parameter group's parameters have missing values or wrong shapes."""
+    """Raise if a parameter's optimizer state has missing values or wrong shapes, for the parameters of one group."""
     for number, state in states.items():
         if not isinstance(state, dict):
             raise TypeError(f"the state of parameter {number} is a {type(state).__name__}, not a dict")

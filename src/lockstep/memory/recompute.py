@@ -57,7 +57,7 @@ STATE = _State()
 
 
 def is_recomputing() -> bool:
-    """Return True while a backward recomputes a layer; for code in a ``forward`` that counts its calls."""
+    """Return True while a backward recomputes a layer. Use this in a ``forward`` that counts its calls."""
     return STATE.recomputing
 
 
@@ -149,7 +149,7 @@ def _saving(save: Save) -> Contexts | None:
 
 
 class Recomputed:
-    """Replacement for ``forward``, stored as an attribute of the layer. The backward recomputes the layer.
+    """Replacement for a layer's ``forward``. The backward then recomputes the layer's activations.
 
     Attributes:
         layer: the layer.
@@ -169,7 +169,7 @@ class Recomputed:
         return call_recomputed(self._forward(), self.layer, self.contexts, args, kwargs)
 
     def of(self, layer: nn.Module) -> Recomputed:
-        """Return the same replacement for ``layer``, a replica of this object's layer."""
+        """Return a copy of this replacement for ``layer``, a replica of the original layer."""
         made = Recomputed.__new__(Recomputed)
         made.layer, made.contexts, made.own = layer, self.contexts, self.own
         return made
@@ -186,7 +186,7 @@ def call_recomputed(
     kwargs: dict[str, Any],
     **options: Any,
 ) -> Any:
-    """Call ``forward`` such that a backward calls it again instead of storing its activations.
+    """Call ``forward`` without storing its activations. The backward calls ``forward`` again to recompute them.
 
     Args:
         forward: the layer's function.
@@ -394,7 +394,7 @@ def adopt_wrappers(module: nn.Module) -> Callable[[], None]:
 
 
 class Recomputation:
-    """A strategy's arguments for activation checkpointing, and the changes to the module that they need.
+    """Activation checkpointing by a strategy's arguments: replaces the selected layers' forwards, and restores them.
 
     Args:
         strategy: name of the strategy class, for error messages.

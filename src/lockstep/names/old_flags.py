@@ -23,7 +23,7 @@ REMOVED = "this old flag was removed"
 
 @dataclass(frozen=True)
 class OldFlag:
-    """Translation of one old flag: the current flags, values without effect, and a text for the message."""
+    """Translation rule for one old flag: its current equivalent, the values that have no effect, and message text."""
 
     today: Callable[[Any], Today] | None = None
     """Function from the old flag's value to current flags; None: the flag cannot be translated."""
@@ -205,7 +205,7 @@ _BACKENDS = ("dp", "ddp", "ddp2", "ddp_cpu", "ddp_spawn", "ddp_sharded", "horovo
 
 
 def old_flags_of(given: Today, others: Today) -> Today:
-    """Remove old flags, and old values of current flags, from the arguments of a Trainer. Return what was removed.
+    """Remove old flags, and old values of current flags, from a Trainer's arguments. Return them as a dict.
 
     Args:
         given: current flags with their values. An old value is reset to its default here.
@@ -301,7 +301,7 @@ def _where(old: Today, given: Today, translation: Translation, here: bool) -> No
 
 
 def _devices(old: Today, given: Today, translation: Translation, here: bool) -> tuple[Today, int | None]:
-    """Return the current flags for the old flags for devices, and the number of GPUs (None if unknown)."""
+    """Return (current flags that replace the old device flags, number of GPUs). The number is None if it is unknown."""
     backend, processes = old.get("distributed_backend"), old.get("num_processes", 1)
     today: Today = {}
     gpus: int | None = None
@@ -333,7 +333,7 @@ def _strategy(old: Today, given: Today, nodes: object, gpus: int | None) -> str 
 
 
 def _gpus(value: object, here: bool) -> tuple[Any, int]:
-    """Translate a value of the old flag ``gpus``. Return the value of ``devices``, and the number of devices.
+    """Translate a value of the old flag ``gpus``. Return (value of ``devices``, number of GPUs).
 
     Raises:
         MisconfigurationException: the value is invalid, or this machine has no GPU.

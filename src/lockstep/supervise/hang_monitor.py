@@ -108,21 +108,21 @@ class HangMonitor:
 
     @property
     def is_proving(self) -> bool:
-        """True while a request for stacks or the reply to it is pending, so that the next check should follow soon."""
+        """True while a request for stacks or the reply to it is pending. The next check should then follow soon."""
         must_answer = self.others is not None and self.others.has_question and not self._is_ending
         return must_answer or self._question.is_open or self._proof.is_pending
 
     @property
     def has_halted(self) -> bool:
-        """True if a rank was stopped at the last check, so that the next check should follow soon."""
+        """True if the last check found a rank suspended by a signal. The next check should then follow soon."""
         return bool(self._halted)
 
     def is_halted(self, rank: int) -> bool:
-        """Return True if the rank was stopped at the last check."""
+        """Return True if the last check found the rank suspended by a signal."""
         return rank in self._halted
 
     def forget(self) -> None:
-        """Reset all measured times, because this process has been stopped and did not observe the ranks meanwhile."""
+        """Reset all measured times. Call this after this process was suspended, when it could not observe the ranks."""
         self._halted.clear()
         self._waits.clear()
         self._long, self._ask_again = frozenset(), 0.0
@@ -243,14 +243,14 @@ class HangMonitor:
         return True
 
     def _put(self, own: Sequence[RankSnapshot], now: float, kept: Mapping[int, RankSnapshot] | None = None) -> None:
-        """Request the ranks' stacks from all nodes; with earlier replies in ``kept``, only those of stopped ranks."""
+        """Request the ranks' stacks from all nodes; with earlier replies in ``kept``, only stopped ranks' stacks."""
         self._question.put(now, kept)
         if self.others is not None:
             self.others.request(now, is_new=True)
         self._question.take(self._node, self._question.number, self._answers(own, now, kept is not None))
 
     def _is_first_report(self, snapshots: Sequence[RankSnapshot], limit: float) -> bool:
-        """Return True if the current wait has not been reported yet. The function then counts it as reported.
+        """Return True if the current wait has not been reported yet, and mark the wait as reported.
 
         A wait is new if its line or its late ranks are new.
 
@@ -267,7 +267,7 @@ class HangMonitor:
         return True
 
     def divergence(self) -> Divergence | None:
-        """Return the mismatch that the traces of all ranks prove, including ended ranks, or None.
+        """Return the mismatch that the traces of all ranks (including ended ranks) prove, or None.
 
         The comparison is slow, so call the method only once.
         """

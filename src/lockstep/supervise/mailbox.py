@@ -71,7 +71,7 @@ class Mailbox:
             return dict(self._positions)
 
     def others(self, key: str) -> list[dict[str, Any]]:
-        """Return the notes that are dicts and contain a key, in the order in which they were written."""
+        """Return the notes that are dicts with the key ``key``, oldest first."""
         with self._lock:
             self._read_new()
             return [note for note in self._others if key in note]

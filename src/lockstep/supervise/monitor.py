@@ -128,11 +128,11 @@ class RankMonitor:
 
     @property
     def caught_elsewhere(self) -> str:
-        """Exception that ended a Trainer call and was caught, on another node that has ended; "" without one."""
+        """Caught exception that ended a Trainer call on another node, which has ended since; "" if there is none."""
         return "" if self.hangs.others is None else self.hangs.others.caught_at_end
 
     def _caught(self, positions: Mapping[int, RankPosition]) -> Cause | None:
-        """Return an exception that ended a Trainer call on this node and that the script caught; None without one."""
+        """Return the first exception that ended a Trainer call on this node and that the script caught, or None."""
         return next((note for note in self._mailbox.read() if was_caught(note, positions)), None)
 
     def _text_of(self, caught: Cause | None) -> str:
@@ -251,7 +251,7 @@ class RankMonitor:
         return None
 
     def _stuck_after_ctrl_c(self, inside: Mapping[int, RankPosition], now: float) -> Verdict | None:
-        """Return a verdict if all ranks still wait after Ctrl-C and cannot reach a boundary. Return None otherwise."""
+        """Return a verdict if all ranks still wait after Ctrl-C and cannot finish a window. Return None otherwise."""
         # ranks on other nodes, which are not seen here, may take longer
         seconds = QUIET if len(inside) >= self._size else SAVE_TIMEOUT
         if self.interrupted_at is None or now - self.interrupted_at < seconds or self.hangs.is_proving:
@@ -284,7 +284,7 @@ class _Stillness:
 
 
 def _processor_time(process: int) -> tuple[float, bool]:
-    """Return the processor time that a process has used in seconds, and whether all its threads sleep."""
+    """Return (seconds of processor time that a process has used, True if all its threads sleep)."""
     try:
         fields = stat_of(process)
         used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

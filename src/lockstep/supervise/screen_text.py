@@ -92,7 +92,7 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
 def _without_inner(lines: list[str]) -> list[str]:
-    """Replace consecutive frames in lockstep, torch and the standard library by one line with their number."""
+    """Replace consecutive frames in lockstep, torch and the standard library by one line with the number of frames."""
     kept: list[str] = []
     omitted, at = 0, 0
     while at < len(lines):

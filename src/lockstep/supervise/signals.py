@@ -86,7 +86,7 @@ def is_under_lockstep(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def end_at_once() -> None:
-    """End this process like an unhandled SIGTERM. For use in handlers."""
+    """End this process at once, like an unhandled SIGTERM. Call this in signal handlers."""
     os._exit(ENDED)
 
 
@@ -157,7 +157,7 @@ def pass_on(process: int) -> None:
 
 @contextmanager
 def interruptible(ask: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Call ``ask`` at the first Ctrl-C. At the second, call ``end`` and raise KeyboardInterrupt at once.
+    """Call ``ask`` at the first Ctrl-C, to request a stop. At the second, call ``end`` and raise KeyboardInterrupt.
 
     A handler that the script has set is called first. An ignored Ctrl-C stays ignored, as in a process that a shell
     script started in the background: it is meant for another process.

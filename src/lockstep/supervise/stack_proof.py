@@ -57,7 +57,7 @@ class StackQuestion:
         self._lock = threading.Lock()  # answers of other nodes arrive in another thread
 
     def put(self, now: float, kept: Mapping[int, RankSnapshot] | None = None) -> None:
-        """Open a new request.
+        """Open a new request. If the earlier replies ``kept`` are given, the request is for stopped ranks only.
 
         Args:
             now: current time.
@@ -91,7 +91,7 @@ class StackQuestion:
 
 
 class StackProof:
-    """Conclusion that ranks wait forever, from equal replies to two consecutive requests for stacks.
+    """Detector of endless waits, which compares the replies to two consecutive requests for stacks.
 
     The second request is sent after all replies to the first have arrived. If both replies are equal, there was a
     moment at which all ranks were at the reported lines.

@@ -84,7 +84,7 @@ def _change_handler(number: int, handler: Handler) -> Handler:
 
 
 def _reply_to_requests(read_end: int, file: IO[bytes]) -> None:
-    """Write the main thread's stack at each request. Runs in a thread."""
+    """Write the main thread's stack to ``file`` at each request from ``read_end``. Runs in a separate thread."""
     main = threading.main_thread().ident
     while os.read(read_end, 4096):
         frame = None if main is None else sys._current_frames().get(main)
@@ -150,7 +150,7 @@ def ask(process: int, answers: str, by_signal: bool = False) -> Stack | None:
 
 
 def ask_workers(process: int, answers: str) -> list[Stack]:
-    """Return the stacks of a process' forked loader workers, which share its :func:`offer`."""
+    """Return the stacks of a process' loader workers, which inherited its :func:`offer` when they were forked."""
     children: list[int] = []
     with suppress(OSError):  # the process has ended
         for thread in os.listdir(f"/proc/{process}/task"):
@@ -184,7 +184,7 @@ def ask_stopped(process: int, answers: str) -> Stack | None:
 
 
 def _wake_thread(path: str = "", inode: str = "") -> bool:
-    """Request a stack by waking the thread of a process that replies. Return False if the thread cannot be reached."""
+    """Request a stack by waking the reply thread of a process. Return False if the thread cannot be reached."""
     if not _is_file(path, inode):
         return False
     try:

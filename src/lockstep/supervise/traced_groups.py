@@ -1,4 +1,4 @@
-"""Process groups in a rank's trace: how many collectives each has run, and which device queues the collectives."""
+"""Process groups in a rank's trace, with the number of collectives each has run and the device that queues them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TracedGroup:
         return sequence_of(group, self.device)
 
     def follow(self, group: Any) -> None:
-        """Count the group's next collective. First, record how many have bypassed the trace since the last call."""
+        """Count the group's next collective, and record how many bypassed the trace since the last call."""
         sequence = group._get_sequence_number_for_group() if self.device is None else sequence_of(group, self.device)
         # another group, which does not count, at the address of a freed one
         if sequence is None:
@@ -63,7 +63,7 @@ class TracedGroup:
 
 
 def sequence_of(group: Any, device: torch.device | None) -> int | None:
-    """Return how many collectives a group (or its backend for a device) has run; None if they are not counted."""
+    """Return the number of collectives that a group (or its backend for ``device``) has run; None if it is unknown."""
     try:
         backend = group if device is None else group._get_backend(device)
         sequence: int = backend._get_sequence_number_for_group()

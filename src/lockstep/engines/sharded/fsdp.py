@@ -60,7 +60,7 @@ MODES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHA
 
 
 class FSDPStrategy(ShardedStrategy):
-    """Strategy with one process per device and a shard of every parameter on each, using ``fully_shard`` (FSDP2).
+    """Strategy that shards every parameter over the ranks with ``fully_shard`` (FSDP2), with one process per device.
 
     A block's parameters are gathered for its forward and its backward, and freed after each. Gradients are averaged
     and sharded by reduce-scatter. Optimizers update shards. The results are those of one process. CPUs are supported
@@ -199,7 +199,7 @@ class FSDPStrategy(ShardedStrategy):
 
     @does("sharding the module")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
-        """Shard rank 0's weights over the ranks; a module that is already sharded does not change. Collective.
+        """Shard rank 0's weights over the ranks, unless the module is already sharded. Collective.
 
         Raises:
             MisconfigurationException: the module cannot be sharded: it has lazy layers, another engine has left it
@@ -301,7 +301,7 @@ class FSDPStrategy(ShardedStrategy):
         return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
-        """Check that the optimizers can update shards, and attach a reducer to unsharded parameters."""
+        """Check that the optimizers can update shards, and create a reducer for unsharded parameters' gradients."""
         from lockstep.engines.sharded.fully_shard import unscale
 
         super().setup_optimizers(optimizers, configs)
@@ -335,7 +335,7 @@ class FSDPStrategy(ShardedStrategy):
         vars(optimizer)["zero_grad"] = zero_grad
 
     def _free(self, *_: object) -> None:
-        """Free parameters that forwards in hooks or after a backward have gathered, before they become stale."""
+        """Free parameters that a forward in a hook or after a backward has gathered, before the copies become stale."""
         assert self._sharded is not None
         self._sharded.free()
 
@@ -459,7 +459,7 @@ class FSDPStrategy(ShardedStrategy):
         return EngineState(module, states, self._other_parameters() if parts else {})
 
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state dict with shards for sharded checkpoints, else with full tensors on rank 0."""
+        """Return an optimizer's state dict: shards for a sharded checkpoint, otherwise full tensors on rank 0."""
         from lockstep.engines.owners import union
         from lockstep.engines.sharded.fully_shard import optimizer_state
 
@@ -504,10 +504,10 @@ class FSDPStrategy(ShardedStrategy):
 
 
 class ShardedGradients(Gradients["ShardedModule"]):
-    """Gradients of a module in which most parameters are sharded, and some are not."""
+    """Access to the gradients of a module in which most parameters are sharded, and some are not."""
 
     def local(self, stepped: bool = False) -> list[Tensor]:
-        """Return this rank's gradient shards, and unsharded gradients that are not reduced yet."""
+        """Return this rank's gradient shards and, unless ``stepped``, unsharded gradients that are not reduced yet."""
         found = [*super().local(stepped), *([] if stepped else self.holder.gathered()[1])]
         return list({id(gradient): local_part(gradient) for gradient in found}.values())
 
@@ -519,7 +519,7 @@ class ShardedGradients(Gradients["ShardedModule"]):
         return {"gradients": copies, "sharded": shards.window_state()}
 
     def load_window_state(self, saved: dict[str, Any]) -> None:
-        """Restore gradients from `window_state`; load this rank's part of full gradients of sharded parameters."""
+        """Restore gradients from `window_state`. From a full gradient of a sharded parameter, load this rank's part."""
         from lockstep.engines.sharded.fully_shard import shard_like
 
         given, parts = saved.get("gradients", {}), self.holder.parameters
@@ -542,7 +542,7 @@ def _named(argument: str, value: object) -> Iterator[None]:
 
 
 def _name_of(argument: str, value: object, names: Sequence[str]) -> str:
-    """Return an option's name, from a string or a member of torch's enum."""
+    """Return the name of an option's ``value`` (a string or a member of torch's enum); raise if not in ``names``."""
     name = str(getattr(value, "name", value)).upper()
     if name not in names:
         choices = ", ".join(f'"{each}"' for each in names if not each.startswith("_"))

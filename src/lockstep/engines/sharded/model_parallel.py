@@ -1,4 +1,4 @@
-"""Tensor parallelism combined with data parallelism, for a module that its ``configure_model`` splits."""
+"""Tensor parallelism combined with data parallelism, for modules that split their layers in ``configure_model``."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class ModelParallelStrategy(FSDPStrategy):
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """Store rank, device and precision; the ranks in a row are one replica, with the same samples.
+        """Store world, device and precision. Treat the ranks in a row of the mesh as one replica with the same samples.
 
         Args:
             world: ranks and nodes of the run, and the place of this process among them.
@@ -186,7 +186,7 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:
-        """Make ``configure_model`` split rank 0's weights on all ranks while it runs in the ``with`` block. Collective.
+        """Make all ranks split rank 0's weights when ``configure_model`` runs in the ``with`` block. Collective.
 
         Raises:
             MisconfigurationException: the module has no ``configure_model``, or is already split; or the precision is

@@ -62,7 +62,7 @@ TOUCHES = frozenset(
 
 @dataclass
 class _Storage:
-    """Memory of a tensor while a model is constructed.
+    """Record of a tensor's storage while a model is constructed, with this rank's slice if the storage is sliced.
 
     Attributes:
         weak: reference to the storage, which may be gone.
@@ -87,7 +87,7 @@ class _Storage:
 
 
 class ShardedInit(TorchDispatchMode):
-    """Mode in which tensors that were not used for a while release their memory, except for this rank's slice.
+    """Dispatch mode that frees tensors not used recently, except for this rank's slices. A use gathers the slices.
 
     All ranks must run the same operations with the same values. Slices are gathered when a tensor is used again, unless
     the operation overwrites all of it. Afterwards `gather` gathers tensors in full.

@@ -1,4 +1,4 @@
-"""Meter of throughput, and functions that return a model's operations and a device's peak performance."""
+"""Meter of throughput, and functions that count a model's operations and return a device's peak performance."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
 
 
 class _Rising:
-    """The newest values of a counter; each value must exceed the previous one."""
+    """Recorder of a counter's newest values. Each value must exceed the previous one."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name = name

@@ -164,7 +164,7 @@ def _check_periods(periods: Mapping[int, int], start: int, world: int) -> None:
 
 
 def _groups(periods: Mapping[int, int], group: comm.Group) -> Iterator[tuple[int, Any]]:
-    """Yield (period, process group), smallest period first, and create the groups. Collective."""
+    """Create the process groups, and yield (period, process group), smallest period first. Collective."""
     made: dict[int, Any] = {comm.world_size(group): group}
     rank = comm.rank(group)
     for period, size in sorted(periods.items()):
@@ -176,7 +176,7 @@ def _groups(periods: Mapping[int, int], group: comm.Group) -> Iterator[tuple[int
 
 @torch.no_grad()
 def average(tensors: Sequence[Tensor], group: comm.Group = None, dtype: torch.dtype | None = None) -> tuple[int, int]:
-    """Overwrite ``tensors`` with their means over the ranks. Several tensors share a message. Collective.
+    """Overwrite ``tensors`` with their means over the ranks. Several tensors are sent in one message. Collective.
 
     Args:
         tensors: floating point or complex tensors, with the same shapes and dtypes in the same order on all ranks;
@@ -221,7 +221,7 @@ _SENT_IN: dict[str | None, torch.dtype | None] = {None: None, "fp16": torch.floa
 
 
 class OuterOptimizer:
-    """Optimizer that makes one outer step on the ranks' mean progress after every ``period`` local steps.
+    """Optimizer that makes one outer step with the ranks' mean parameter change after every ``period`` local steps.
 
     The outer gradient is the difference between the parameters at the last outer step and the ranks' current mean
     parameters. The outer optimizer steps from the former, and all ranks continue from its result, bit for bit. With

@@ -125,7 +125,7 @@ class PruneTrial(Callback):
             trainer.should_stop = True
 
     def _on_rank_0(self, trainer: Trainer, ask: Callable[[StudyTrial], bool]) -> bool:
-        """Call ``ask`` with the trial on rank 0; return its result, or raise its error, on all ranks.
+        """Call ``ask`` with the trial on rank 0. Return the result, or raise the error, on all ranks.
 
         Return False if no trial runs here.
         """

@@ -99,7 +99,7 @@ def _in_queue(numbers: Sequence[str]) -> Iterator[tuple[str, QueuedJob]]:
 
 
 def _in_accounts(numbers: Sequence[str]) -> dict[str, QueuedJob]:
-    """Query SLURM's accounting (``sacct``) for jobs that the controller no longer lists."""
+    """Return the states of jobs that the controller no longer lists, by number, from SLURM's accounting (``sacct``)."""
     found: dict[str, QueuedJob] = {}
     try:
         for part in _parts(numbers):

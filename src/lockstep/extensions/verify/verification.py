@@ -62,7 +62,7 @@ _NOTES_OF_SINGLE = {
 
 
 class Check(Protocol):
-    """Check of a script, which returns a certificate."""
+    """Interface of a check that runs a script and returns a certificate."""
 
     def certify(self) -> Certificate:
         """Run the script and return the certificate."""
@@ -144,7 +144,7 @@ class Verification:
         return self._against_one(ranks)
 
     def _against_one(self, ranks: Recording) -> Certificate:
-        """Run one process, and compare the ranks with it."""
+        """Run the script in one process, compare the run on N ranks with that run, and return a certificate."""
         single = self.runs.on_one(ranks, order=(0,) if self.splits_model else ())
         reason = refusals.check_single(single)
         if reason:
@@ -256,7 +256,7 @@ class Verification:
     # -- comparing
 
     def _compare(self, ranks: Recording, single: Recording) -> Comparison:
-        """Compare the runs exactly. If differences are small, repeat with tolerances measured by reordering samples."""
+        """Compare the runs exactly. After small differences, compare with tolerances measured by reordering samples."""
         comparison = Numbers(ranks, single, exact).compare()
         first = comparison.first
         float64 = self.runs.float64
@@ -324,7 +324,7 @@ def _steps_of(ranks: Recording) -> int:
 
 
 def _windows(recording: Recording) -> list[int]:
-    """Return the number of backwards in each step."""
+    """Return a list with the number of backwards in each step."""
     return [event["backwards"] for event in recording.first.steps if not event["closure"]]
 
 
@@ -341,7 +341,7 @@ def _splits_model(ranks: Recording) -> bool:
 
 
 def _notes_of(ranks: Recording, single: Recording) -> Iterator[str]:
-    """Yield notes on features disabled in the runs, and one if the single process reused the ranks' random numbers."""
+    """Yield notes on features disabled in the runs, and on reuse of the ranks' random numbers in the single process."""
     for run, texts in ((ranks, _NOTES_OF_RANKS), (single, _NOTES_OF_SINGLE)):
         for _, event in run.find(*texts):
             yield texts[event["kind"]].format(**event)

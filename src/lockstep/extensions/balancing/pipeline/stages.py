@@ -183,7 +183,7 @@ def goes_in_rounds(micro_batches: int, ranks: int) -> bool:
 
 
 class Stages:
-    """The stages of one rank, which train and evaluate together with the stages of a pipeline's other ranks.
+    """Runner of one rank's pipeline stages in training and evaluation, together with the stages of the other ranks.
 
     Args:
         chain: blocks of all stages.
@@ -315,7 +315,7 @@ class Stages:
             raise
 
     def begin(self, turn: Turn) -> tuple[Tensor, Extras]:
-        """Run a step up to the chain, and return the chain's input and the blocks' other arguments."""
+        """Run a step up to the chain of blocks. Return (input of the chain, other arguments of the blocks)."""
         x, extras = self._input_of(turn.take)
         if x is None:
             raise MisconfigurationException(NEVER_CALLED.format(chain=self.chain.name))
@@ -327,7 +327,7 @@ class Stages:
             return self.chain.input_of(step)
 
     def extras_of(self, step: Callable[[], Any]) -> Extras:
-        """Run a step up to the chain, and return the blocks' arguments other than the previous block's output."""
+        """Run a step up to the chain of blocks. Return the blocks' arguments other than the previous block's output."""
         with self.context(), running_again(), torch.no_grad():
             return self.chain.input_of(step)[1]
 
@@ -505,7 +505,7 @@ class Stages:
         return comm.ranks_of(self.group)[self.layout.place_of(stage)]
 
     def _send(self, stage: _Stage, tensor: Tensor | None, extras: Extras) -> None:
-        """Send a tensor to the next stage if another rank runs it. None means that the step did not call the chain."""
+        """Send a tensor (None if the step did not call the chain) to the next stage if another rank runs that stage."""
         if stage.is_last or self.has_all:
             return
         # at most one tensor is under way, so that an evaluation's memory does not grow
@@ -528,7 +528,7 @@ class Stages:
     def _receive(
         self, stage: _Stage, before: Tensor | None, extras: Extras, step: Callable[[], Any]
     ) -> tuple[Tensor | None, Extras]:
-        """Receive a tensor from the previous stage, and return it with the blocks' other arguments.
+        """Receive the output of the previous stage. Return (that output, the blocks' other arguments).
 
         Args:
             stage: the receiving stage.
@@ -556,7 +556,7 @@ class Stages:
 
 
 def extra_on(device: torch.device, extras: Extras, place: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return, on ``device``, a block's arguments other than the previous block's output."""
+    """Return (args, kwargs) of a block, copied to ``device``, without the previous block's output."""
     if not extras:
         return (), {}
     args, kwargs = extras[place].args, dict(extras[place].kwargs)
@@ -601,7 +601,7 @@ def _initialize_on_one_device(schedule: Schedule, stages: list[PipelineStage]) -
 
 
 def _send_zeros(stage: PipelineStage, received: Tensor) -> None:
-    """Let a stage without a gradient for its input send zeros, since the previous stage waits for a message."""
+    """Make a stage send zeros if its input has no gradient, since the previous stage waits for a message."""
     send = stage.get_bwd_send_ops
 
     def filled(number: int) -> list[Any]:

@@ -121,7 +121,7 @@ class StreamQueue(OrderedQueue):
 
 
 class ThreadQueue(StreamQueue):
-    """Queue that runs jobs on a thread, with its own process group. The thread ends after the last job."""
+    """Queue that runs jobs in a thread, with its own process group. The thread ends when no jobs are left."""
 
     def __init__(self, group: comm.Group) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def _on_stream(stream: Any, event: Any) -> Iterator[None]:
 
 @cache
 def has_futures(kind: str) -> bool:
-    """Return True if ``torch.futures`` synchronizes streams of a device type.
+    """Return True if ``torch.futures`` synchronizes streams of device type ``kind``.
 
     Then the stream that waits for a future waits for the stream that set it.
     """
@@ -364,7 +364,7 @@ class CallbackErrors:
             raise self.error
 
     def guard(self, callback: Callback, is_done_callback: bool) -> Callback:
-        """Wrap a callback so that its error is recorded, in any thread."""
+        """Wrap a callback so that its error is recorded, whichever thread runs the callback."""
         self._may_stay_open = self._may_stay_open or is_done_callback
 
         @wraps(callback)
@@ -462,7 +462,7 @@ class _InQueue:
         return submit(group, bucket.buffer().device, run)
 
     def _forget_others(self, state: Any, bucket: GradBucket) -> None:
-        """Delete torch's state for a bucket index whose parameters have changed, since torch stores it by index."""
+        """Delete the state that torch stores for the bucket's index, if the parameters in the bucket have changed."""
         index, parameters = bucket.index(), [id(parameter) for parameter in bucket.parameters()]
         if self._seen.setdefault(index, parameters) != parameters:
             self._seen[index] = parameters
@@ -569,7 +569,7 @@ class HookTransport(AllReduce):
 def attach_hook(
     reducer: Reducer, state: object, hook: Callable[..., Any], round_group: RoundGroup | None = None
 ) -> None:
-    """Make ``hook`` reduce the buckets of ``reducer``. Must run on every rank before the first `prepare`.
+    """Make ``hook`` reduce the buckets of ``reducer``. Call this on every rank before the reducer's first `prepare`.
 
     Args:
         reducer: a reducer without a hook.
