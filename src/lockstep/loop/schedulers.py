@@ -32,7 +32,7 @@ class Schedulers:
         self.use(session.strategy.lr_scheduler_configs)
 
     def use(self, configs: list[LRSchedulerConfig]) -> None:
-        """Replace the schedulers."""
+        """Replace the schedulers by those in ``configs``."""
         of: dict[tuple[str, bool], list[LRSchedulerConfig]] = defaultdict(list)
         if self._session.module.automatic_optimization:  # otherwise the user steps them
             for config in configs:
@@ -41,7 +41,7 @@ class Schedulers:
         self.by_metric = {interval: of[interval, True] for interval in ("step", "epoch")}
 
     def after_update(self, count: int) -> None:
-        """Step the schedulers in :attr:`by_step` after an update; the epoch has had ``count`` micro-batches so far."""
+        """Step the schedulers in :attr:`by_step` after an update. ``count`` is the epoch's micro-batches so far."""
         self._step_all(self.by_step, count)
 
     def after_epoch(self) -> None:

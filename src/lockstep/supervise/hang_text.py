@@ -87,7 +87,7 @@ def describe(snapshot: RankSnapshot) -> str:
 
 
 def phase_of(note: Note) -> str:
-    """Return the hook or function that called a collective, and the batch, in brackets."""
+    """Return, in brackets, the hook or function that called a collective, and the index of the batch."""
     function = "" if note.function == "<module>" else note.function
     return _in_brackets(note.phase or function, f"batch {note.batch}" if note.batch >= 0 else "")
 
@@ -143,7 +143,7 @@ def brief(stack: Stack, most: int = SHORT) -> str:
 
 
 def has_left_call(position: RankPosition, waiting: Sequence[int], where: str) -> str:
-    """Describe a rank that has left a Trainer call, or made none, while other ranks wait for the rank."""
+    """Describe a rank that has left a Trainer call or never made one, while other ranks wait for that rank."""
     did = f"left the call at {position.location}" if position.call else "made no call"
     if position.ended:
         did += " and ended"
@@ -180,12 +180,12 @@ def different_calls(calls: Iterable[tuple[int, str, Note]]) -> str:
 
 
 def stopped_ranks(stopped: Iterable[RankSnapshot], waiting: Iterable[RankSnapshot]) -> str:
-    """Describe stopped ranks, and the ranks that wait for them."""
+    """Describe ranks that are stopped by SIGSTOP, and the ranks that wait for them."""
     return f"{describe_all(stopped)} (SIGSTOP), and {describe_all(waiting)}"
 
 
 def missing_ranks(missing: Iterable[RankSnapshot], waiting: Iterable[RankSnapshot]) -> str:
-    """Describe ranks that did not reach a collective for which other ranks' devices wait."""
+    """Describe ranks that have not reached a collective in which other ranks' devices wait."""
     return f"{describe_all(missing)}, and others cannot continue: {describe_all(waiting)}. {RULE}"
 
 
