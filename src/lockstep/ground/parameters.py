@@ -116,7 +116,7 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
-    """For each list of names, tie the parameters: assign the first one to all names. Return the module.
+    """Tie the parameters of each list of names to the parameter with the first name. Return the module.
 
     Args:
         module: changed in place.
@@ -334,7 +334,7 @@ def partition_values(parameter: Any, rank: int) -> Tensor:
 
 
 def is_freed(module: nn.Module) -> bool:
-    """Return True if a pipeline has freed parameters of this module on this rank, because other ranks have them."""
+    """Return True if a pipeline has freed any parameter of this module on this rank, since other ranks store it."""
     return any(is_placeholder(parameter) for parameter in module.parameters())
 
 

@@ -41,7 +41,7 @@ class Schedulers:
         self.by_metric = {interval: of[interval, True] for interval in ("step", "epoch")}
 
     def after_update(self, count: int) -> None:
-        """Step the schedulers in :attr:`by_step` after an update. ``count`` is the epoch's micro-batches so far."""
+        """After an update, step the schedulers in :attr:`by_step`. ``count``: micro-batches of the epoch so far."""
         self._step_all(self.by_step, count)
 
     def after_epoch(self) -> None:

@@ -229,7 +229,7 @@ COMPARE_TIMEOUT = 0.4
 
 
 class NotesOfAll:
-    """Search for a mismatch between an aborted rank's newest collectives and the same collectives on all ranks.
+    """Check that all ranks' calls match in the newest collectives of an aborted rank.
 
     Node 0 sends the rank's newest notes to all nodes. Each replies with its ranks' calls in the same collectives.
 

@@ -23,7 +23,7 @@ _NOT_PRINTED = (f"{LOCKSTEP}launch/", f"{TORCH}distributed/c10d_logger.py")
 
 
 def group_ranks(texts: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
-    """Group ranks with equal texts. Return each text once, with its ranks."""
+    """Group ranks by text. Return a list of (text, ranks with this text)."""
     groups: dict[str, list[int]] = {}
     for rank, text in texts:
         groups.setdefault(text, []).append(rank)
@@ -31,13 +31,13 @@ def group_ranks(texts: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]
 
 
 def smallest_first(groups: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
-    """Sort groups by size, the smallest first."""
+    """Sort groups by their number of ranks, the smallest group first."""
     # of many ranks, the few that differ are the ones to look at
     return sorted(groups, key=lambda group: len(group[1]))
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """Return ``"rank 3"``, ``"ranks 0, 2"`` or ``"ranks 0-2, 7"``."""
+    """Format ranks as text, such as ``"rank 3"``, ``"ranks 0, 2"`` or ``"ranks 0-2, 7"``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -190,7 +190,7 @@ def missing_ranks(missing: Iterable[RankSnapshot], waiting: Iterable[RankSnapsho
 
 
 def long_wait(seconds: float, others: Iterable[RankSnapshot], waiting: Iterable[RankSnapshot]) -> str:
-    """Describe a long wait: ranks ``others``, which may be the cause, and ranks ``waiting`` for ``seconds``."""
+    """Describe a long wait: ranks ``waiting`` have waited for ``seconds``, and ranks ``others`` may be the cause."""
     return f"for {seconds:.0f} s, {'; '.join(filter(None, [describe_all(others), describe_all(waiting)]))}"
 
 
@@ -200,7 +200,7 @@ def ended_by_limit(wait: object, hang_kill: float) -> str:
 
 
 def continues(wait: str, hang_kill: float) -> str:
-    """Return the warning about a long wait, after which the run continues."""
+    """Return the warning about a long wait that does not end the run."""
     then = "the run continues" + (
         "" if hang_kill == math.inf else f", and ends after hang_kill={hang_kill:g} s of waiting"
     )

@@ -258,7 +258,7 @@ def _write_above(shown: Sequence[Any], text: str, stream: TextIO) -> None:
 
 
 def convert_inf(x: int | float | None) -> int | float | None:
-    """Return a total for tqdm, which uses None for an unknown (infinite) total.
+    """Return ``x`` as a total for tqdm. An infinite total becomes None, with which tqdm marks an unknown total.
 
     Args:
         x: number of batches; infinity or None if unknown.

@@ -300,7 +300,7 @@ class Bucket:
     # -- a round
 
     def arm(self, views: bool, early: bool) -> None:
-        """Prepare for a backward: record which parameters have gradients, and with ``views`` copy these to the buffer.
+        """Prepare for a backward: record which parameters have gradients. With ``views``, copy gradients to the buffer.
 
         Parameters without a gradient keep ``.grad`` None: autograd then assigns its own tensor instead of adding to a
         view.

@@ -198,7 +198,7 @@ def _groups(model: Mapping[str, Any], states: list[dict[str, Any]]) -> Iterator[
 
 
 def _weights(models: list[dict[str, Any]], groups: list[_Group], place: Place | None) -> dict[str, Any]:
-    """Return the module's state dict. Values are full tensors, or shards that ``place`` creates and this call fills."""
+    """Return the module's state dict: full tensors, or shards that ``place`` creates, with their values."""
     first = models[0]
     trained = {name: group for group in groups for name in group.shapes}
     shared, frozen = first.get("shared_params") or {}, first.get("frozen_param_shapes") or {}
@@ -221,7 +221,7 @@ def _weights(models: list[dict[str, Any]], groups: list[_Group], place: Place | 
 
 
 def _optimizer(groups: list[_Group], names: Mapping[int, str], place: Place | None) -> dict[int, dict[str, Any]]:
-    """Return optimizer states by parameter index. Their values are full tensors, or shards that ``place`` creates."""
+    """Return optimizer states by parameter index: full tensors, or shards that ``place`` creates, with their values."""
     of_name = {name: group for group in groups for name in group.shapes}
     made: dict[int, dict[str, Any]] = {}
     for number, name in names.items():

@@ -1,4 +1,4 @@
-"""Folder of a trial on disk, with the trial's values, events and metrics."""
+"""Folder of a trial on disk, with the trial's hyperparameters, events and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reasons why a script cannot be verified, with remedies, and causes of deadlocks and incomplete windows."""
+"""Checks that find out why a script cannot be verified, and the causes of deadlocks and incomplete windows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_type_error(ranks: Recording) -> bool:
 
 
 def explain_memory_error(error: Exception) -> str:
-    """Explain why the comparison ran out of memory, with a remedy. Return "" if ``error`` is another error."""
+    """Explain why the comparison ran out of memory, and suggest a remedy. Return "" if ``error`` is another error."""
     if not _MEMORY.search(f"{type(error).__name__}: {error}"):
         return ""
     return (
@@ -42,7 +42,7 @@ def explain_memory_error(error: Exception) -> str:
 
 
 def check_ranks(ranks: Recording, steps: int) -> str:
-    """Explain why the run on several ranks cannot be verified, with a remedy. Return "" if it can."""
+    """Explain why the run on several ranks cannot be verified, and suggest a remedy. Return "" if it can."""
     named = [(f"rank {number}", rank) for number, rank in enumerate(ranks.ranks)]
     # the failures that are not caused by another rank's come first
     first = [(name, rank) for name, rank in named if rank.ending.has_failed and not _follows_other(rank)]
@@ -85,7 +85,7 @@ def check_mesh(ranks: Recording) -> str:
 
 
 def check_single(single: Recording) -> str:
-    """Explain why the single-process run cannot serve as the reference, with a remedy. Return "" if it can."""
+    """Explain why the single-process run cannot serve as the reference, and suggest a remedy. Return "" if it can."""
     rank = single.first
     reason = _explain_ending("one process that is fed the samples of all ranks", rank)
     if not reason and not rank.steps:
@@ -147,7 +147,7 @@ def _explain_ending(who: str, rank: RankRecording) -> str:
 
 
 def deadlock(ranks: Recording) -> tuple[Difference, Reason] | None:
-    """Find the cause of a deadlock: a rank without further batches, or the first collective that ranks disagree on."""
+    """Find the cause of a deadlock: a rank without more batches, or the first collective that differs between ranks."""
     if any(rank.ending.status == "failed" and not _follows_other(rank) for rank in ranks.ranks):
         return None  # the others stopped because of that failure
     has_finished = all(rank.ending.has_finished for rank in ranks.ranks)
@@ -223,7 +223,7 @@ def short_window(ranks: Recording) -> tuple[Difference, Reason] | None:
 
 
 def unsynchronized_shards(ranks: Recording) -> tuple[Difference, Reason] | None:
-    """Find a step of sharded parameters that lacks the gradients of the last backward, which was not synchronized."""
+    """Find an optimizer step on shards that lacks the last backward's gradients, which were not synchronized."""
     if not ranks.has("sharded data parallel"):
         return None
     for step in ranks.first.steps:

@@ -75,7 +75,7 @@ def _pipelines(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]
 
 
 def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, packages: frozenset[str]) -> str:
-    """Return the reason why a candidate cannot run, regardless of memory, or "" if it can.
+    """Return the reason, apart from memory, why a candidate cannot run. Return "" if it can.
 
     Args:
         profile: the model's profile.
