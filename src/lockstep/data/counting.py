@@ -355,7 +355,7 @@ class StepSize(NamedTuple):
 
 
 def _counted(number: int, what: str) -> str:
-    """Return a number and a noun, such as ``1 rank`` or ``2 ranks``."""
+    """Format a number and a noun as text, such as ``1 rank`` or ``2 ranks``."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 

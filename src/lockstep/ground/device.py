@@ -49,7 +49,7 @@ def is_there(kind: str) -> bool:
 
 
 def devices_of(kind: str, started: bool = False) -> list[torch.device]:
-    """Return all devices of a kind, by index.
+    """Return a list of all devices of a kind, in the order of their indices.
 
     Args:
         kind: "cuda", "mps".

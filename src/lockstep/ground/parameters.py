@@ -300,7 +300,7 @@ def box_in(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placemen
 
 
 def starts_of(tensor: Tensor) -> list[int]:
-    """Return the index at which this rank's shard of a DTensor starts in each dimension; zeros for other tensors."""
+    """Return the start index of this rank's shard of a DTensor in each dimension; zeros for other tensors."""
     return [each.start for each in box_of(tensor)]
 
 

@@ -1,4 +1,4 @@
-"""Schedulers, which steps a fit's learning rate schedulers at the right times."""
+"""Class `Schedulers`, which steps a fit's learning rate schedulers at the right times."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ def _end_note(rank: int) -> Message:
 
 
 def _report_end(channel: Channel, address: str, rank: int) -> bool:
-    """Report how this process ends to a supervisor that cannot read its exit code.
+    """Report how this process ends to a supervisor that cannot read the exit code of this process.
 
     Returns:
         True if the process failed and has to wait until the supervisor has printed the first cause.

@@ -441,7 +441,7 @@ class ModelPruning(Callback):
         return self._generate_state_key(parameters=[_label(pair) for pair in self._requested])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the masks, the masked values, and the initial values, by parameter names."""
+        """Return a dict with the masks, the values of pruned elements, and the initial values, by parameter names."""
         masks = self._masks()
         unmasked = {name: value.detach().cpu()[~masks[name]] for name, value in self._values() if name in masks}
         originals = {name: value.cpu() for name, value in self._originals.items()}
