@@ -118,7 +118,7 @@ class Callback:
         """Run in place of :meth:`on_train_batch_end` on a rank that has no samples in this micro-batch."""
 
     def _on_step_times(self, trainer: Trainer, by_rank: Sequence[Any]) -> None:
-        """Run every few accumulation windows on all ranks, with the ranks' typical window times since the last call."""
+        """Run every few accumulation windows on all ranks. ``by_rank``: typical window times since the last call."""
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Run before ``loss.backward()``.

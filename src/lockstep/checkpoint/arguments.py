@@ -21,7 +21,7 @@ from lockstep.ground.tree import is_rebuildable
 
 
 class HasHyperparameters(Protocol):
-    """Protocol of classes that name the keys of the hyperparameters in a checkpoint."""
+    """Protocol of classes whose attributes name the keys of the hyperparameters in a checkpoint."""
 
     CHECKPOINT_HYPER_PARAMS_KEY: str
     CHECKPOINT_HYPER_PARAMS_NAME: str
@@ -39,7 +39,7 @@ CLI_KEYS = ("_class_path", "_instantiator")
 
 
 def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Remove LightningCLI's keys from saved hyperparameters, and instantiate those that are saved as class paths.
+    """Remove LightningCLI's keys from saved hyperparameters, and instantiate values that are saved as class paths.
 
     Hyperparameters without these keys are returned unchanged.
 
@@ -227,7 +227,7 @@ def _select_arguments(
 
 
 def _container(cls: type, name: str, values: dict[str, Any]) -> Any:
-    """Return all hyperparameters as one object of the class that the argument's annotation names, or a dict."""
+    """Return all hyperparameters as one object, of the class in the argument's annotation or `AttributeDict`."""
     kinds = [kind for kind in allowed_by(annotations_of(cls).get(name)) if kind.__name__ in CONTAINERS]
     return instantiate(kinds[0], values) if kinds else AttributeDict(values)
 
@@ -295,7 +295,7 @@ def _read_file(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def _parse_cell(text: str) -> Any:
-    """Convert the text of a CSV cell to a Python literal, if it is one."""
+    """Convert the text of a CSV cell to a Python value. Return the text if it is not a Python literal."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):

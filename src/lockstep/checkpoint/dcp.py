@@ -50,7 +50,7 @@ METADATA = ".metadata"
 
 
 def chunks_of(boxes: Iterable[Box]) -> list[ChunkStorageMetadata]:
-    """Convert this rank's parts of a tensor to DCP's chunk descriptions."""
+    """Convert the offsets and sizes of this rank's parts of a tensor to DCP's chunk descriptions."""
     return [ChunkStorageMetadata(torch.Size(corner), torch.Size(sizes)) for corner, sizes in boxes]
 
 
@@ -111,7 +111,7 @@ class Digest:
 
 
 class HashedFile(io.RawIOBase):
-    """A new file that hashes what is written to it while the disk stores it.
+    """Writer of a new file that computes the hash of the data while the disk stores it.
 
     A second thread writes a large piece while this thread hashes it: both release the GIL. A third thread waits for the
     disk.
@@ -189,7 +189,7 @@ class HashedFile(io.RawIOBase):
 
 
 class _Files(FileSystem):
-    """File access for DCP, on this machine or at URLs; records the digest of each written file."""
+    """File system interface for DCP, for local paths and URLs, that records a digest of each written file."""
 
     def __init__(self) -> None:
         self.digests: dict[str, Digest] = {}
@@ -245,7 +245,7 @@ class Writer(FileSystemWriter):
         self.path, self.digests = files.init_path(folder), files.digests
 
     def storage_meta(self) -> StorageMeta:
-        """Return metadata without the folder's id, which would be wrong once the folder is renamed."""
+        """Return DCP's storage metadata without the folder's id, which becomes wrong when the folder is renamed."""
         return StorageMeta()
 
 
@@ -277,7 +277,7 @@ class Planner(DefaultSavePlanner):
                 self._box[name] = box
 
     def create_local_plan(self) -> SavePlan:
-        """Return this rank's write items; only rank 0 writes replicated tensors."""
+        """Return a plan with this rank's write items. Only rank 0 writes replicated tensors."""
         plan = super().create_local_plan()
         items = [item for item in plan.items if item.type is WriteItemType.SHARD or self.is_coordinator]
         self.plan = dataclasses.replace(plan, items=items)
@@ -305,7 +305,7 @@ def _in_its_own_storage(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def without_crc32() -> Iterator[None]:
-    """Disable CRC-32 checksums in ``torch.save``; they take longer than the SHA-256 that replaces them."""
+    """Disable the CRC-32 checksums of ``torch.save`` inside the block. SHA-256 replaces them and takes less time."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -345,7 +345,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _enum_member(kind: object, name: str) -> Enum:
-    """Return a member of an enum; replaces ``getattr`` when a pickle is read.
+    """Return the member of an enum by name. Unpickling uses this function in place of ``getattr``.
 
     Python 3.11.0 to 3.11.3 pickle a member as a call of ``getattr``, which would give access to anything.
 
@@ -407,7 +407,7 @@ def read(folder: PathLike, metadata: Metadata, into: Mapping[str, Tensor]) -> No
 
 
 class _ReadPlanner(DefaultLoadPlanner):
-    """A DCP planner that reads into this rank's parts of DTensors."""
+    """A DCP load planner whose destinations are this rank's parts of DTensors."""
 
     def __init__(self, into: Mapping[str, Tensor], metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -415,7 +415,7 @@ class _ReadPlanner(DefaultLoadPlanner):
         self.state_dict = _wrap_misplaced(into)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the destination of a read; for a `_PlacedPart`, which torch does not accept, its local tensor."""
+        """Return the tensor into which an item is read; for a `_PlacedPart`, the local tensor, as torch requires."""
         part = self.state_dict[index.fqn]
         return part.to_local() if isinstance(part, _PlacedPart) else super().lookup_tensor(index)
 

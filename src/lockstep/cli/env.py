@@ -125,7 +125,7 @@ def without_names(found: Report) -> Report:
 
 
 def shortened(text: str, names: Mapping[str, str]) -> str:
-    """Replace whole words in a text, and shorten each absolute path to its last part."""
+    """Replace the words in ``names`` by their values, and shorten each absolute path to its last part."""
     text = re.sub(r"(?<![\w.])(?:/[\w.@%+~-]+)+/([\w.@%+~-]+)", r".../\1", text)
     for name, instead in names.items():
         text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", instead, text) if name else text

@@ -55,7 +55,7 @@ def given_world(environ: Mapping[str, str]) -> World | None:
 
 
 def _family(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the names of the variables that the MPI implementation of this process sets. Return None without MPI."""
+    """Return the names of environment variables that this process' MPI implementation sets; None without MPI."""
     for names in FAMILIES:
         if names[0] in environ and names[1] in environ:
             if names is HYDRA and names[2] not in environ and "SLURM_STEP_ID" in environ:

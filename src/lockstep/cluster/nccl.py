@@ -50,7 +50,7 @@ class NcclVariables:
         self._is_set = self._reported = False
 
     def apply(self, backend: str, group_exists: bool) -> str | None:
-        """Set the variables if NCCL is used and has not read them yet. At the first call, return a message about them.
+        """Set the variables if NCCL is used but has not read them. At the first call, return a message on the result.
 
         Args:
             backend: backend of the process group, such as "nccl" or "gloo".
@@ -67,7 +67,7 @@ class NcclVariables:
         return f"DDPStrategy(nccl={self.values}): {result}" if first else None
 
     def set(self) -> str:
-        """Set each variable that neither the shell nor a file sets. Return a message with values and sources."""
+        """Set each variable that neither the shell nor NCCL's files set. Return a message with values and sources."""
         files, results = _files(), []
         for variable, value in self.wanted.items():
             if variable in os.environ and variable not in self._set:
@@ -81,13 +81,13 @@ class NcclVariables:
         return f"NCCL's variables in force: {', '.join(results)}."
 
     def restore(self) -> None:
-        """Remove the variables that `set` has set."""
+        """Remove from the environment the variables that `set` has added."""
         while self._set:
             os.environ.pop(self._set.pop(), None)
 
 
 def _files() -> dict[str, tuple[str, str]]:
-    """Return the variables in NCCL's configuration files, with their files. The user's file takes precedence."""
+    """Return (file, "NAME=value") by name for the variables in NCCL's files. The user's file takes precedence."""
     found: dict[str, tuple[str, str]] = {}
     for name in (CLUSTER_FILE, os.environ.get(PREFIX + "CONF_FILE", USER_FILE)):
         try:

@@ -160,7 +160,7 @@ def sort_plugins(given: object, precision_flag: str | int | None, carried: Itera
 
 
 def _cluster(given: Any) -> Any:
-    """Validate a plugin that is a cluster environment, and return it.
+    """Validate a cluster environment that was passed as a plugin, and return it.
 
     In place of a `LightningEnvironment`, which may be Lightning's own, return lockstep's.
     """

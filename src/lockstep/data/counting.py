@@ -45,7 +45,7 @@ class ResumePoint:
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> ResumePoint:
-        """Create a resume point from a :meth:`state_dict`.
+        """Create a resume point from the result of :meth:`state_dict`.
 
         Raises:
             ValueError: a number is not a non-negative integer.
@@ -77,7 +77,7 @@ class LoaderOrder(NamedTuple):
 
     @classmethod
     def load(cls, state: object) -> LoaderOrder:
-        """Create an order from the list that a checkpoint stores.
+        """Create a `LoaderOrder` from the list that a checkpoint stores.
 
         Raises:
             ValueError: the value does not describe an order.
@@ -127,7 +127,7 @@ class BatchPlan:
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> BatchPlan:
-        """Create a plan from a :meth:`state_dict`.
+        """Create a plan from the result of :meth:`state_dict`.
 
         Raises:
             ValueError: a number is out of range.
@@ -150,7 +150,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class BatchCounting:
-    """Conversion between counts of micro-batches and of planned batches, for the current attempt of a run.
+    """Converter between counts of micro-batches and of planned batches, for the current attempt of a run.
 
     Created by :func:`count_batches`.
 
@@ -196,7 +196,7 @@ class BatchCounting:
         return windows * self.micro(accumulate) + self.micro(more)
 
     def done_before(self, epoch: int) -> tuple[int, int]:
-        """Return how many micro-batches, and how many planned batches, of an epoch earlier attempts have finished."""
+        """Return the numbers of (micro-batches, planned batches) of an epoch that earlier attempts have finished."""
         point = self.resumed_at
         return (0, 0) if point is None or point.epoch != epoch else (point.number, point.rows)
 
@@ -264,7 +264,7 @@ def count_batches(saved: BatchPlan | None, attempt: RunAttempt) -> BatchCounting
 def _changes(
     saved: BatchPlan, attempt: RunAttempt, made: BatchCounting, as_planned: bool, planned: bool
 ) -> tuple[str, bool]:
-    """Return a message on how batches are counted differently than in ``saved``, and True if it is a warning."""
+    """Return (message about how batches are counted differently than in ``saved``, True if it is a warning)."""
     epoch = saved.at.epoch
     before = StepSize(saved.ranks, batches_of_window(saved.accumulate, epoch), saved.batches)
     now = StepSize(made.ranks, batches_of_window(attempt.accumulate, epoch), attempt.batches)
@@ -282,14 +282,14 @@ def _changes(
 
 
 def _table(flag: Accumulation) -> dict[int, int]:
-    """Convert ``accumulate_grad_batches`` to a dict, whose keys are the epochs at which the value changes."""
+    """Convert ``accumulate_grad_batches`` to a dict {epoch at which the value changes: new value}."""
     # A dict may start after epoch 0; until then a window has one batch.
     table = {0: 1, **flag} if isinstance(flag, dict) else {0: flag}
     return {epoch: table[epoch] for epoch in table if epoch == 0 or table[epoch] != batches_of_window(table, epoch - 1)}
 
 
 def _has_other_workers(saved: BatchPlan, attempt: RunAttempt) -> bool:
-    """Return True if a stream is now read by a different number of loader workers than before the resume."""
+    """Return True if the number of loader workers that read a stream has changed since the checkpoint was saved."""
     return saved.workers is not None and attempt.workers not in (None, saved.workers)
 
 
@@ -333,7 +333,7 @@ def _check_divides(saved: BatchPlan, attempt: RunAttempt) -> None:
 
 
 class StepSize(NamedTuple):
-    """Number of samples in an optimizer step, as factors. With several loaders, the largest ``batch_size`` counts."""
+    """Factors of the number of samples in an optimizer step. If loaders differ, the largest ``batch_size`` counts."""
 
     ranks: int
     accumulate: int
@@ -355,7 +355,7 @@ class StepSize(NamedTuple):
 
 
 def _counted(number: int, what: str) -> str:
-    """Return a number and a noun, such as ``1 rank`` or ``2 ranks``."""
+    """Format a number and a noun as text, such as ``1 rank`` or ``2 ranks``."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 

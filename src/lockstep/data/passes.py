@@ -70,7 +70,7 @@ WAY_OUT = "Return a DataLoader, a list, or an object with an `__iter__` that res
 
 
 class Passes:
-    """Reader of one loader, pass by pass. It warns if the loader is an iterator that an earlier pass has consumed.
+    """Reader of a loader's batches that warns if the loader is an iterator that an earlier pass has consumed.
 
     Args:
         loader: the user's loader.
@@ -86,7 +86,7 @@ class Passes:
         self._had_batches = False
 
     def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of a pass. Warn if some or all of them are missing, because an earlier pass read them."""
+        """Yield the batches of a pass. Warn if some or all are missing because an earlier pass consumed them."""
         if self._is_iterator and self._had_batches and not self._may_go_on:
             self._warn(CONTINUES)
         had_batches = False

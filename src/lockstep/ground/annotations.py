@@ -75,7 +75,7 @@ def _value(text: str, module: str) -> Any:
 
 
 class _ForTypeCheckers(dict[str, Any]):
-    """The names that a module imports for type checkers only. Each name is imported on its first lookup."""
+    """Dict of names that a module imports for type checkers only. Each name is imported when it is first looked up."""
 
     def __init__(self, module: str) -> None:
         self._module = module

@@ -49,7 +49,7 @@ def is_there(kind: str) -> bool:
 
 
 def devices_of(kind: str, started: bool = False) -> list[torch.device]:
-    """Return all devices of a kind, by index.
+    """Return a list of all devices of a kind, in the order of their indices.
 
     Args:
         kind: "cuda", "mps".
@@ -109,7 +109,7 @@ def has_float64(kind: str) -> bool:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return the most precise dtype in which a device can add: float64, or float32 without support for float64."""
+    """Return the most precise dtype that a device supports for sums: float64, or else float32."""
     return torch.float64 if has_float64(device.type) else torch.float32
 
 
@@ -165,7 +165,7 @@ class TimedEvent(Protocol):
 
 
 def timed_event(device: torch.device) -> TimedEvent:
-    """Create an event that records its time, on the current device of a kind that supports such events."""
+    """Create an event that records its time, for the current device of the same kind as ``device``."""
     return device_module(device).Event(enable_timing=True)
 
 

@@ -29,7 +29,7 @@ KIND = {"strategies": "strategy", "commands": "command", "services": "service"}
 
 
 class Extension(NamedTuple):
-    """The names that one extension provides, each with the place from which its object is imported.
+    """Table entry of one extension: the names that it provides, and the place from which each is imported.
 
     A place is ``"module"`` or ``"module:name"``, relative to the extension's folder.
     """
@@ -215,12 +215,12 @@ def is_there(extension: str) -> bool:
 
 
 def available() -> dict[str, Extension]:
-    """Return the table's entries for the installed extensions, by the extension's name."""
+    """Return the table's entries for all installed extensions, by extension name."""
     return {name: rows for name, rows in EXTENSIONS.items() if is_there(name)}
 
 
 def names_of(face: str) -> dict[str, str]:
-    """Return the names that extensions add to a public module, each with the full path of the module that defines it.
+    """Return the names that extensions add to the public module ``face``, each with the path of its defining module.
 
     Args:
         face: path of the public module below lockstep, such as ``"callbacks"``; "" for lockstep itself.
@@ -235,7 +235,7 @@ def names_of(face: str) -> dict[str, str]:
 
 
 def module_of(path: str) -> str | None:
-    """Map an import path below lockstep to the extension's module that it redirects to, or to None without redirection.
+    """Return the extension module to which an import path below lockstep is redirected; None if it is not redirected.
 
     Example:
         >>> module_of("verify.certificate")
@@ -275,7 +275,7 @@ def _absent(what: str, extension: str) -> str:
 
 
 def strategies() -> dict[str, Mapping[str, Any]]:
-    """Return the arguments of the strategies in all of lockstep's extensions, installed or not, by name."""
+    """Return {strategy name: arguments} for the strategies of all extensions, even of those that are not installed."""
     return {name: row[1] for rows in EXTENSIONS.values() for name, row in rows.strategies.items()}
 
 
@@ -288,7 +288,7 @@ def commands() -> dict[str, str]:
 
 
 def load(group: Group, name: str) -> Any:
-    """Import the object that an extension, or another distribution, has registered under a name. Return the object.
+    """Import and return the object that an extension, or another distribution, has registered under a name.
 
     Args:
         group: kind of the object.

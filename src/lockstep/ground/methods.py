@@ -48,7 +48,7 @@ def innermost(method: Any) -> Any:
 
 
 def kept(part: object, *of_the_call: str) -> dict[str, Any]:
-    """Return the attributes that an object's `__getstate__` should return, so that they are copied and pickled.
+    """Return the attributes of an object that are copied and pickled, as the result of its `__getstate__`.
 
     Methods that the running Trainer call has replaced, to measure them, are omitted, because they refer to this object.
 
@@ -65,7 +65,7 @@ def kept(part: object, *of_the_call: str) -> dict[str, Any]:
 
 
 class CompiledForward:
-    """Replacement for a layer's ``forward`` that compiles it. The layer's hooks are not compiled.
+    """Replacement for a layer's ``forward`` that runs a compiled version. The layer's hooks are not compiled.
 
     A copy of the layer is compiled again at its first call.
 

@@ -116,7 +116,7 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
-    """For each list of names, tie the parameters: assign the first one to all names. Return the module.
+    """Tie the parameters of each list of names to the parameter with the first name. Return the module.
 
     Args:
         module: changed in place.
@@ -189,7 +189,7 @@ def parameters_outside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str
 
 
 def listed(parameters: Iterable[Parameter]) -> Iterator[Parameter]:
-    """Iterate over an optimizer group's parameters, without an ``__iter__`` that a subclass of list may define."""
+    """Iterate over an optimizer group's parameters. Bypass an ``__iter__`` that a subclass of list may define."""
     return list.__iter__(parameters) if isinstance(parameters, list) else iter(parameters)
 
 
@@ -263,7 +263,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def box_of(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the slices of a DTensor that this rank's shard covers, by dimension; full slices for other tensors."""
+    """Return the slice that this rank's shard of a DTensor covers in each dimension; full slices for other tensors."""
     placements, mesh = getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
     if placements is None or mesh is None:
         return tuple(slice(0, size) for size in tensor.shape)
@@ -271,7 +271,7 @@ def box_of(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def box_in(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[slice, ...]:
-    """Return the slices that this rank's shard of a DTensor with the given layout covers.
+    """Return the slice that this rank's shard of a DTensor with the given layout covers in each dimension.
 
     torch's ``compute_local_shape_and_global_offset`` does this too, but is wrong for sizes that tensor parallelism and
     then ``fully_shard`` divide unevenly: with 50,257 rows on a mesh of 4 x 2 two ranks would get the same row.
@@ -300,7 +300,7 @@ def box_in(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placemen
 
 
 def starts_of(tensor: Tensor) -> list[int]:
-    """Return the index at which this rank's shard of a DTensor starts in each dimension; zeros for other tensors."""
+    """Return the start index of this rank's shard of a DTensor in each dimension; zeros for other tensors."""
     return [each.start for each in box_of(tensor)]
 
 
@@ -334,7 +334,7 @@ def partition_values(parameter: Any, rank: int) -> Tensor:
 
 
 def is_freed(module: nn.Module) -> bool:
-    """Return True if a pipeline has freed parameters of this module on this rank, because other ranks have them."""
+    """Return True if a pipeline has freed any parameter of this module on this rank, since other ranks store it."""
     return any(is_placeholder(parameter) for parameter in module.parameters())
 
 

@@ -27,7 +27,7 @@ class Superseded(RuntimeError):
 
 
 class Attempts(ABC):
-    """One attempt at a run that is restarted after a failure, or when the time of its job is up.
+    """Base class of attempts at a run, which is restarted after a failure or when the time of its job is up.
 
     A file next to the checkpoints records the newest attempt, and the checkpoint that each of its fits wrote last.
     Ranks left over from an earlier attempt find a newer one in the file, and stop touching checkpoints. Fits are
@@ -77,11 +77,11 @@ class Attempts(ABC):
         """
 
     def claim(self) -> tuple[str, int] | None:
-        """On rank 0, return the file's path and the attempt's number for other ranks' `join`; None if not needed."""
+        """On rank 0, return (path of the run's file, attempt's number) for other ranks' `join`; None if not needed."""
         return None
 
     def join(self, claim: tuple[str, int]) -> None:  # noqa: B027, there may be nothing to take over
-        """On the other ranks, store the file's path and the attempt's number from rank 0's `claim`."""
+        """On the other ranks, store the path and the attempt's number that rank 0's `claim` returned."""
 
     @abstractmethod
     def requeue(self) -> str:
@@ -115,7 +115,7 @@ class Attempts(ABC):
         return path if path is not None and storage.exists(path) else None
 
     def write(self, known: dict[str, Any]) -> None:
-        """Replace the content of the run's file."""
+        """Replace the content of the run's file by ``known``."""
         with storage.replacing(self.path) as file:
             file.write(json.dumps(known).encode())
 
@@ -355,7 +355,7 @@ class Run(Attempts):
         return self._job.requeue()
 
     def _find(self, agents: Sequence[str]) -> tuple[str, dict[str, Any]]:
-        """Return the path and the content of the file of this attempt's run. For a new run, the content is {}."""
+        """Return (path, content) of the file of this attempt's run. For a new run, the content is {}."""
         stem = f".lockstep-run-{self.name}-"
         names = [name for name in storage.names(self._folder) if name.startswith(stem) and name.endswith(".json")]
         files = {path: read(path) for path in (os.path.join(self._folder, name) for name in names)}

@@ -204,7 +204,7 @@ def fix_cublas_workspaces() -> None:
 
 
 class ReservedPort:
-    """A port of this machine that is reserved until the ranks' store listens on it.
+    """Reservation of a port of this machine, until the ranks' store listens on the port.
 
     The port is bound without a listener. On Linux, a second socket with SO_REUSEADDR, such as the store's, can still
     listen on the port, and the system gives the port to no process that requests a free one. Other systems refuse the
@@ -228,7 +228,7 @@ class ReservedPort:
 
 
 def free_port() -> int:
-    """Return a port of this machine that is currently free. `ReservedPort` also reserves the port."""
+    """Return a port of this machine that is free now, but not reserved (see `ReservedPort`)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -342,7 +342,7 @@ except OSError:  # the folder was removed
 
 
 def inherit(environ: Mapping[str, str] = os.environ) -> None:
-    """Read this process' rank and seed from the environment. If a variable names the parent, end when it ends.
+    """Read this process' rank and seed from the environment. If it names a parent process, end when the parent ends.
 
     Called when `lockstep` is imported, so that `rank_zero_only` and a bare ``seed_everything()`` work in the lines of a
     script before its Trainer.

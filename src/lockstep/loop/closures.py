@@ -17,7 +17,7 @@ from lockstep.loop.update import Update
 
 
 class ByClosure(Automatic):
-    """Runs accumulation windows with the last micro-batch in the closure that ``optimizer.step`` calls.
+    """Runner of accumulation windows whose last micro-batch runs in the closure that ``optimizer.step`` calls.
 
     Each further call of the closure drops the gradients and runs the whole window again. Only values logged in the
     last call count.
@@ -28,7 +28,7 @@ class ByClosure(Automatic):
         self._losses: list[Tensor] = []  # of the current window, weighed
 
     def window(self, window: Window, batch_idx: int) -> Iterator[None]:
-        """Run one accumulation window; yield once for each micro-batch, after its hooks."""
+        """Run one accumulation window. Yield after the hooks of each micro-batch."""
         played: list[TrainingBatch] = []
         steps = self.shared or bool(window.num_done)  # False if the loader gave None for every batch
         self._losses.clear()
@@ -82,7 +82,7 @@ class ByClosure(Automatic):
         return outputs
 
     def _loss(self, has_samples: bool) -> Tensor | None:
-        """Return the window's loss for the closure; None if no step returned one and the optimizer needs no loss.
+        """Return the window's loss for the closure; None if all steps returned None and the optimizer needs no loss.
 
         Args:
             has_samples: True if this rank has samples of each micro-batch.

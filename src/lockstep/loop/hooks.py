@@ -68,7 +68,7 @@ Bound = tuple[tuple[Any, ...], Method | None, tuple[Any, ...]]
 
 
 def is_replaced(name: str, instance: object, base: type) -> bool:
-    """Return True if the method ``name`` of ``instance`` is not the method of ``base``, so it must be called."""
+    """Return True if the method ``name`` of ``instance`` differs from that of ``base``. Only such hooks are called."""
     found = getattr(instance, name, None)
     # a bound method is made at each access, so its function is compared
     return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)
@@ -103,7 +103,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
 
 
 class CallbackMethod(partial[Any]):
-    """A callback's hook method with Trainer and module as its first arguments; ``owner`` is the callback."""
+    """Callable for a callback's hook that passes Trainer and module as first arguments. ``owner`` is the callback."""
 
     owner: Callback
 
@@ -114,7 +114,7 @@ class CallbackMethod(partial[Any]):
 
 
 def by_position(owner: object, name: str) -> Method:
-    """Return a hook method that takes positional arguments; ``setup`` and ``teardown`` get ``stage`` by keyword."""
+    """Return a hook that takes positional arguments. ``setup`` and ``teardown`` still get ``stage`` by keyword."""
     method: Method = getattr(owner, name)
     if name not in OF_SETUP:
         return method
@@ -170,7 +170,7 @@ class Hooks:
                 self.on_rebound()
 
     def _given_hooks(self) -> dict[str, Any]:
-        """Return the hooks that were assigned to the module object, and are not methods of its class."""
+        """Return, by name, the hooks that users assigned to the module object instead of defining them in its class."""
         given = vars(self.module)
         return {name: given[name] for name in NAMES if name in given}
 
@@ -233,12 +233,12 @@ class Hooks:
         return returned
 
     def callbacks(self, name: str) -> tuple[Method, ...]:
-        """Return the callbacks' methods for a hook, without the module's."""
+        """Return the methods that callbacks define for a hook, without the module's method."""
         pair = getattr(self, name)
         return () if pair is None else pair[0] + pair[2]
 
     def before_own(self, name: str) -> str:
-        """Return ``Class.hook`` of the running callback if the module's own hook has yet to run, else ""."""
+        """Return ``Class.hook`` of the callback that is running, if the module's own hook runs after it; else ""."""
         pair = getattr(self, name)
         if pair is None or pair[1] is None or self.results.hook[0] != name:
             return ""
@@ -253,7 +253,7 @@ class Hooks:
         return ""
 
     def own(self, name: str, *args: object) -> Any:
-        """Run a hook that callbacks do not have."""
+        """Run a hook that only modules define, and return its result."""
         results = self.results
         before, table = results.hook, results.table
         results.enter(name, before[1])
@@ -277,7 +277,7 @@ OF_TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after
 
 
 class Transfer:
-    """Moves batches to the strategy's device, with the transfer hooks of the data module or the module.
+    """Callable that moves batches to the strategy's device, with the transfer hooks of the data module or the module.
 
     Attributes:
         hooks: the hooks that are called, by name.
@@ -299,7 +299,7 @@ class Transfer:
         self.use(self.hooks)
 
     def use(self, hooks: Mapping[str, Method]) -> None:
-        """Replace the transfer hooks."""
+        """Replace the transfer hooks by ``hooks``, which maps names to methods."""
         before, move, after = map(hooks.get, OF_TRANSFER)
         moved = None if move is None else _with_device(move, self._device)
         converted = None if self._convert is None else _without_loader(self._convert)

@@ -1,4 +1,4 @@
-"""Schedulers, which steps a fit's learning rate schedulers at the right times."""
+"""Class `Schedulers`, which steps a fit's learning rate schedulers at the right times."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Schedulers:
         self.use(session.strategy.lr_scheduler_configs)
 
     def use(self, configs: list[LRSchedulerConfig]) -> None:
-        """Replace the schedulers."""
+        """Replace the schedulers by those in ``configs``."""
         of: dict[tuple[str, bool], list[LRSchedulerConfig]] = defaultdict(list)
         if self._session.module.automatic_optimization:  # otherwise the user steps them
             for config in configs:
@@ -41,7 +41,7 @@ class Schedulers:
         self.by_metric = {interval: of[interval, True] for interval in ("step", "epoch")}
 
     def after_update(self, count: int) -> None:
-        """Step the schedulers in :attr:`by_step` after an update; the epoch has had ``count`` micro-batches so far."""
+        """After an update, step the schedulers in :attr:`by_step`. ``count``: micro-batches of the epoch so far."""
         self._step_all(self.by_step, count)
 
     def after_epoch(self) -> None:

@@ -117,7 +117,7 @@ class LossScaler:
             self.steps = False
 
     def refuse(self, *optimizers: Optimizer) -> None:
-        """Raise if an optimizer has a line search.
+        """Raise an error if an optimizer uses a line search, which does not work with a scaled loss.
 
         Raises:
             MisconfigurationException: an optimizer is LBFGS; names an alternative.
@@ -129,7 +129,7 @@ class LossScaler:
             )
 
     def must_skip(self, optimizer: Optimizer) -> bool:
-        """Return True if the optimizer must skip the step, since a gradient is not finite. Waits for the device.
+        """Return True if the optimizer must skip its step because a gradient is not finite. Waits for the device.
 
         Raises:
             MisconfigurationException: `MOST_SKIPPED` steps in a row were skipped.
@@ -150,7 +150,7 @@ class LossScaler:
         )
 
     def update(self, optimizer: Optimizer | None = None) -> None:
-        """Lower the scale if gradients have overflowed since the last call; otherwise count towards raising it.
+        """Lower the scale if gradients have overflowed since the last call. Otherwise count towards raising it.
 
         Args:
             optimizer: use only the records about this optimizer, and keep the others for a later call; None: use all.
@@ -215,7 +215,7 @@ class LossScaler:
         return self._grad_scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore the scale and its history from the result of `state_dict`."""
         self._grad_scaler.load_state_dict(state)
 
 
@@ -232,7 +232,7 @@ class _GradientCheck(torch.amp.GradScaler):
 
 
 class UpdateGuard(LossScaler):
-    """Scaler that skips updates with non-finite gradients, without scaling the loss.
+    """Guard that skips updates with non-finite gradients. It is used like a scaler, but does not scale the loss.
 
     Each step waits for the device once.
 
@@ -265,7 +265,7 @@ class UpdateGuard(LossScaler):
         self.unscale(optimizer)
 
     def must_skip(self, optimizer: Optimizer) -> bool:
-        """Return True if the optimizer must skip the step, since a gradient is not finite. Waits for the device."""
+        """Return True if the optimizer must skip its step because a gradient is not finite. Waits for the device."""
         left_out = super().must_skip(optimizer)
         if left_out:
             self._on_found()
@@ -294,7 +294,7 @@ class UpdateGuard(LossScaler):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignore the state of a loss scale."""
+        """Ignore a saved loss scale, because this scaler has no state."""
 
 
 def multiply(gradients: Iterable[Tensor], factor: float | Tensor) -> None:
@@ -364,7 +364,7 @@ class Precision:
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`.
+        """Restore the scaler's state from the result of `state_dict`.
 
         Args:
             state: a state that `state_dict` returned; an empty dict is ignored.

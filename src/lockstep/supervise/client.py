@@ -119,17 +119,17 @@ class Supervised:
         threading.Thread(target=self._receive, name="lockstep-supervised", daemon=True).start()
 
     def open_hub(self) -> tuple[int, str] | None:
-        """On the first node, return the supervisor's port, and the token that other nodes need to connect."""
+        """On the first node, return (port, token), with which other nodes connect to the supervisor."""
         self._channel.send({"say": "hub", "address": self._world.address})
         reply = self._await_reply("hub", SUPERVISOR_TIMEOUT)
         return None if reply is None else (reply["port"], reply["token"])
 
     def join_hub(self, address: str, port: int, token: str) -> None:
-        """On other nodes, let this node's supervisor connect to the supervisor of the first node."""
+        """On other nodes, connect this node's supervisor to the supervisor of the first node."""
         self._channel.send({"say": "join", "address": address, "port": port, "token": token})
 
     def _receive(self) -> None:
-        """Carry out the supervisor's orders. Runs in a thread."""
+        """Receive the supervisor's messages and carry out its commands. Runs in a thread."""
         while (message := self._channel.receive()) is not None:
             if message["do"] == "end":
                 self._end(message["text"], message["code"])
@@ -149,7 +149,7 @@ class Supervised:
             self._reply_arrived.notify_all()
 
     def _end(self, text: str, code: int) -> None:
-        """Print the run's last line on the terminal, and exit this process with ``code``."""
+        """Print ``text`` as the run's last line on the terminal, and exit this process with ``code``."""
         # workers of a data loader, for instance
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -295,7 +295,7 @@ def _end_note(rank: int) -> Message:
 
 
 def _report_end(channel: Channel, address: str, rank: int) -> bool:
-    """Report how this process ends to a supervisor that cannot read its exit code.
+    """Report how this process ends to a supervisor that cannot read the exit code of this process.
 
     Returns:
         True if the process failed and has to wait until the supervisor has printed the first cause.

@@ -141,7 +141,7 @@ class OtherRanks:
     # -- node 0
 
     def request(self, now: float, is_new: bool = False) -> None:
-        """On node 0, request reports from all nodes, and stacks from those that have not replied to the newest request.
+        """On node 0, request reports from all nodes, and stacks from nodes that have not replied to the newest request.
 
         Args:
             now: current time.
@@ -173,7 +173,7 @@ class OtherRanks:
 
     @property
     def is_watched(self) -> bool:
-        """True if node 0 is connected and has recently requested reports, so that it also checks this node's ranks."""
+        """True if node 0 also checks this node's ranks, because it is connected and has recently requested reports."""
         return self._hub.node > 0 and time.monotonic() - self._requested_at < REPORT_AGE and 0 in self._hub.nodes
 
     @property
@@ -229,7 +229,7 @@ COMPARE_TIMEOUT = 0.4
 
 
 class NotesOfAll:
-    """Search for a mismatch between an aborted rank's newest collectives and the same collectives on all ranks.
+    """Check that all ranks' calls match in the newest collectives of an aborted rank.
 
     Node 0 sends the rank's newest notes to all nodes. Each replies with its ranks' calls in the same collectives.
 

@@ -23,7 +23,7 @@ _NOT_PRINTED = (f"{LOCKSTEP}launch/", f"{TORCH}distributed/c10d_logger.py")
 
 
 def group_ranks(texts: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
-    """Group ranks with equal texts. Return each text once, with its ranks."""
+    """Group ranks by text. Return a list of (text, ranks with this text)."""
     groups: dict[str, list[int]] = {}
     for rank, text in texts:
         groups.setdefault(text, []).append(rank)
@@ -31,13 +31,13 @@ def group_ranks(texts: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]
 
 
 def smallest_first(groups: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
-    """Sort groups by size, the smallest first."""
+    """Sort groups by their number of ranks, the smallest group first."""
     # of many ranks, the few that differ are the ones to look at
     return sorted(groups, key=lambda group: len(group[1]))
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """Return ``"rank 3"``, ``"ranks 0, 2"`` or ``"ranks 0-2, 7"``."""
+    """Format ranks as text, such as ``"rank 3"``, ``"ranks 0, 2"`` or ``"ranks 0-2, 7"``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -87,7 +87,7 @@ def describe(snapshot: RankSnapshot) -> str:
 
 
 def phase_of(note: Note) -> str:
-    """Return the hook or function that called a collective, and the batch, in brackets."""
+    """Return, in brackets, the hook or function that called a collective, and the index of the batch."""
     function = "" if note.function == "<module>" else note.function
     return _in_brackets(note.phase or function, f"batch {note.batch}" if note.batch >= 0 else "")
 
@@ -143,7 +143,7 @@ def brief(stack: Stack, most: int = SHORT) -> str:
 
 
 def has_left_call(position: RankPosition, waiting: Sequence[int], where: str) -> str:
-    """Describe a rank that has left a Trainer call, or made none, while other ranks wait for the rank."""
+    """Describe a rank that has left a Trainer call or never made one, while other ranks wait for that rank."""
     did = f"left the call at {position.location}" if position.call else "made no call"
     if position.ended:
         did += " and ended"
@@ -180,17 +180,17 @@ def different_calls(calls: Iterable[tuple[int, str, Note]]) -> str:
 
 
 def stopped_ranks(stopped: Iterable[RankSnapshot], waiting: Iterable[RankSnapshot]) -> str:
-    """Describe stopped ranks, and the ranks that wait for them."""
+    """Describe ranks that are stopped by SIGSTOP, and the ranks that wait for them."""
     return f"{describe_all(stopped)} (SIGSTOP), and {describe_all(waiting)}"
 
 
 def missing_ranks(missing: Iterable[RankSnapshot], waiting: Iterable[RankSnapshot]) -> str:
-    """Describe ranks that did not reach a collective for which other ranks' devices wait."""
+    """Describe ranks that have not reached a collective in which other ranks' devices wait."""
     return f"{describe_all(missing)}, and others cannot continue: {describe_all(waiting)}. {RULE}"
 
 
 def long_wait(seconds: float, others: Iterable[RankSnapshot], waiting: Iterable[RankSnapshot]) -> str:
-    """Describe a long wait: ranks ``others``, which may be the cause, and ranks ``waiting`` for ``seconds``."""
+    """Describe a long wait: ranks ``waiting`` have waited for ``seconds``, and ranks ``others`` may be the cause."""
     return f"for {seconds:.0f} s, {'; '.join(filter(None, [describe_all(others), describe_all(waiting)]))}"
 
 
@@ -200,7 +200,7 @@ def ended_by_limit(wait: object, hang_kill: float) -> str:
 
 
 def continues(wait: str, hang_kill: float) -> str:
-    """Return the warning about a long wait, after which the run continues."""
+    """Return the warning about a long wait that does not end the run."""
     then = "the run continues" + (
         "" if hang_kill == math.inf else f", and ends after hang_kill={hang_kill:g} s of waiting"
     )

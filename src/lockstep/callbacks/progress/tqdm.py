@@ -58,7 +58,7 @@ class TQDMProgressBar(DrawnProgressBar):
 
     @property
     def process_position(self) -> int:
-        """Number of pairs of lines that stay free above the bars, for example for bars of other processes."""
+        """Number of pairs of lines that are left blank above the bars, for example for the bars of other processes."""
         return self._process_position
 
     def disable(self) -> None:
@@ -169,7 +169,7 @@ class TQDMProgressBar(DrawnProgressBar):
     # -- output of others ----------------------------------------------------------------------------------
 
     def print(self, *args: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, **kwargs: Any) -> None:
-        """Print above the bars.
+        """Print text above the bars, without overwriting them.
 
         Arguments are those of Python's ``print``.
         """
@@ -179,7 +179,7 @@ class TQDMProgressBar(DrawnProgressBar):
             print(*args, sep=sep, end=end, file=file, **kwargs)
 
     def _visible_bars(self) -> list[Any]:
-        """Return the bars on the screen."""
+        """Return the bars that are currently on the screen."""
         return [bar for bar in (self.train_progress_bar, self.val_progress_bar) if bar is not None and not bar.disable]
 
     def _begin_drawing(self) -> None:
@@ -215,7 +215,7 @@ class _StreamAboveBars:
         setattr(sys, name, self)
 
     def write(self, text: str) -> int:
-        """Buffer text; write complete lines above the bars."""
+        """Write complete lines above the bars, and buffer an incomplete line."""
         if self._is_over or os.getpid() != self._process:  # a forked loader worker has no bars
             return int(self.stream.write(text))
         # Text that moves the cursor draws its own bar. A single newline may belong to it: it moves the cursor down.
@@ -228,7 +228,7 @@ class _StreamAboveBars:
         return len(text)
 
     def end(self) -> None:
-        """Restore the stream. Code that still references this object then writes to the stream directly."""
+        """Restore the original stream. From then on, this object writes directly to that stream."""
         self._is_over = True
         self.stream.write(self._line)
         self._line = ""
@@ -258,7 +258,7 @@ def _write_above(shown: Sequence[Any], text: str, stream: TextIO) -> None:
 
 
 def convert_inf(x: int | float | None) -> int | float | None:
-    """Return a total for tqdm, which uses None for an unknown (infinite) total.
+    """Return ``x`` as a total for tqdm. An infinite total becomes None, with which tqdm marks an unknown total.
 
     Args:
         x: number of batches; infinity or None if unknown.
@@ -281,7 +281,7 @@ def _tqdm() -> Any:
             _lock = threading.RLock()
 
             def display(self, msg: str | None = None, pos: int | None = None) -> Any:
-                """Draw, and move the cursor to the start of the line, where another rank's output should start."""
+                """Draw the bar, and move the cursor to the line's start, where another rank's output should start."""
                 shown = super().display(msg, pos)
                 if is_terminal(self.fp):
                     self.fp.write("\r")
@@ -300,7 +300,7 @@ _class: Any = None
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class of the bars for the attribute ``Tqdm`` of this file; tqdm is imported only then.
+    """Import tqdm on the first access to this module's attribute ``Tqdm``, and return the class of the bars.
 
     A subclass that overrides, for example, ``init_train_tqdm`` may import it.
     """

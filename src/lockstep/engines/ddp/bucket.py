@@ -100,7 +100,7 @@ def plan_buckets(parameters: Sequence[ParameterInfo], caps: Sequence[float]) -> 
 def fit_plan(
     plan: Plan, parameters: Sequence[ParameterInfo], caps: Sequence[float], frozen: Iterable[str] = ()
 ) -> Plan:
-    """Adapt ``plan`` to ``parameters``: remove frozen parameters, and add buckets for parameters that it lacks.
+    """Adapt ``plan`` to ``parameters``: remove frozen parameters, and add buckets for parameters that ``plan`` lacks.
 
     Args:
         plan: plan of another run, in which other parameters may have been frozen.
@@ -165,7 +165,7 @@ def in_order_of_arrival(parameters: Sequence[ParameterInfo], arrived: Sequence[s
 
 
 def offsets(numels: Iterable[int], itemsize: int, alignment: int = ALIGNMENT) -> tuple[list[int], int]:
-    """Return the offset of each gradient in a buffer and the buffer's total length, both in elements.
+    """Return (offsets, length): where each gradient starts in a buffer, and the buffer's length, in elements.
 
     Args:
         numels: number of elements of each gradient.
@@ -206,7 +206,7 @@ UNUSED = (
 
 
 class Bucket:
-    """Gradients that are reduced together in one buffer, optionally with a flag for each parameter at its end.
+    """Gradients that are reduced together in one buffer, which may end with a flag for each parameter.
 
     Args:
         index: position of the bucket in a gradient reduction.
@@ -257,7 +257,7 @@ class Bucket:
 
     @property
     def size(self) -> tuple[int, torch.dtype, torch.device]:
-        """Length, dtype and device of the flat buffer (a complex number counts as two real numbers)."""
+        """(length, dtype, device) of the flat buffer. A complex number counts as two real numbers."""
         length = self.end + len(self.parameters) * self.holds_used
         if self.dtype.is_complex:
             return 2 * length, self.dtype.to_real(), self.device
@@ -292,7 +292,7 @@ class Bucket:
         return self.buffer.as_strided(parameter.shape, strides, self.starts[index])
 
     def release(self) -> None:
-        """Release the buffer's memory after another layout has replaced this bucket's layout."""
+        """Release the buffer's memory, after a new layout of buckets has replaced this bucket."""
         self.flat = self.buffer = self._tail = self.flat.new_empty(0)
         self._storage = self.flat.untyped_storage()
         self.views = []
@@ -300,7 +300,7 @@ class Bucket:
     # -- a round
 
     def arm(self, views: bool, early: bool) -> None:
-        """Prepare for a backward: record which parameters have gradients, and with ``views`` copy these to the buffer.
+        """Prepare for a backward: record which parameters have gradients. With ``views``, copy gradients to the buffer.
 
         Parameters without a gradient keep ``.grad`` None: autograd then assigns its own tensor instead of adding to a
         view.
@@ -370,7 +370,7 @@ class Bucket:
         self.waiting.difference_update([i for i, p in enumerate(self.parameters) if not p.requires_grad])
 
     def hide(self) -> None:
-        """Set the accumulated gradients aside, and ``.grad`` to None, before a backward whose gradients are dropped."""
+        """Before a backward whose gradients are dropped, store the accumulated gradients and set ``.grad`` to None."""
         self.saved = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -383,7 +383,7 @@ class Bucket:
             self.saved = None
 
     def collect(self, views: bool, scale: float) -> float:
-        """Copy into the buffer the gradients that are not there yet, and the flags of parameters with gradients.
+        """Copy gradients into the buffer unless they are there already, and set the flags of parameters with gradients.
 
         Args:
             views: True if gradients are views of the buffer.
@@ -433,7 +433,7 @@ class Bucket:
             torch._foreach_mul_([self.views[index] for index in unscaled], scale)
 
     def _bring(self, grads: list[Tensor | None], views: bool) -> None:
-        """Copy gradients into the buffer together; with ``views``, assign the buffer's views to ``.grad``."""
+        """Copy gradients into the buffer together. If ``views`` is True, assign the buffer's views to ``.grad``."""
         parameters, places, sources = self.parameters, self.views, grads
         if 0 in self.used or not all(map(is_not, grads, places)):
             found = [
@@ -450,7 +450,7 @@ class Bucket:
                 parameter.grad = view
 
     def used_anywhere(self) -> Sequence[Any]:
-        """Read a flag for each parameter from the reduced buffer: nonzero if any rank had a gradient for it."""
+        """Return a flag for each parameter from the reduced buffer: nonzero if any rank had a gradient for it."""
         # Only a rank that lacks gradients has to read them: that makes a GPU wait, and is seldom needed.
         if 0 not in self.used:
             return self.used
@@ -539,7 +539,7 @@ class SparseBucket(Bucket):
 
 
 def move_to_layout(before: Iterable[Bucket], buckets: Iterable[Bucket], buffers: Iterable[Tensor]) -> None:
-    """Assign buffers to new ``buckets``, and move gradients there from the buckets of the previous layout.
+    """Assign ``buffers`` to the new ``buckets``. Move gradients there from the previous buckets ``before``.
 
     A previous bucket releases its memory once it is empty, so gradients are not in memory twice if ``buffers`` yields
     buffers one by one.
@@ -567,7 +567,7 @@ def _users_of(storage: torch.UntypedStorage) -> int:
 
 
 def _copy(places: list[Tensor], gradients: list[Tensor]) -> None:
-    """Copy gradients, with a single kernel on GPUs."""
+    """Copy gradients to ``places``, with a single kernel on GPUs."""
     with torch.no_grad():
         try:
             torch._foreach_copy_(places, gradients)

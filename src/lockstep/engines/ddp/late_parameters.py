@@ -1,4 +1,4 @@
-"""Detection of parameters and buffers that are added after set-up, which several ranks would train differently."""
+"""Detection of parameters and buffers that are added after set-up, since ranks would train them differently."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.ground.parameters import listed, parameters_outside, plain_name
 
 
 class LateParameters:
-    """Records parameters and buffers that are added to ``module`` from now on, without slowing down forwards.
+    """Recorder of parameters and buffers that are later added to ``module``. Forwards are not slowed down.
 
     torch's registration hooks report additions. Changes that bypass registration (``ModuleList.insert``) are missed.
 
@@ -151,7 +151,7 @@ def refuse(rank: int, kind: str, name: str) -> NoReturn:
 
 
 class LateRefusal:
-    """Raises if parameters are added to the module or its optimizers, before ranks train them differently.
+    """Check that no parameters are added to the module or its optimizers, since ranks would train them differently.
 
     A parameter is refused if it requires a gradient or if an optimizer has it: a new head, a parameter of
     ``weight_norm``, one that ``load_state_dict(assign=True)`` has replaced, a tensor of ``add_param_group``. Frozen
@@ -180,7 +180,7 @@ class LateRefusal:
         return late
 
     def check(self, frozen: Sequence[Tensor] = ()) -> None:
-        """Raise if parameters or buffers were added: a cheap check, before each forward and backward.
+        """Raise an error if parameters or buffers were added. This cheap check runs before each forward and backward.
 
         If an optimizer's groups have changed, or some of the ``frozen`` parameters now require gradients, the ranks
         compare the parameters they train. If only some ranks see such a change, they wait for the others.
@@ -199,7 +199,7 @@ class LateRefusal:
             self.compare()
 
     def check_thoroughly(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raise if parameters or buffers were added: a thorough check, between epochs. Collective.
+        """Raise an error if parameters or buffers were added. This thorough check runs between epochs. Collective.
 
         Also called after optimizers were replaced.
 

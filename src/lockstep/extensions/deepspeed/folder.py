@@ -58,7 +58,7 @@ _ENGINES = frozenset(
 
 
 def read(path: PathLike, place: Place | None, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint of DeepSpeed's engine into the dict that one process would have saved. Not collective.
+    """Read a DeepSpeed checkpoint folder, and return the dict that one process would have saved. Not a collective.
 
     Weights are whole and in float32. The optimizer's states are included if lockstep wrote the folder: Lightning does
     not record which state belongs to which parameter.
@@ -171,7 +171,7 @@ class _Group:
 
 
 def _sizes(shapes: Mapping[str, Any], number: int, states: list[dict[str, Any]], even: bool) -> list[int]:
-    """Return the length of each parameter with padding, in the flattened group or, if ``even``, in a rank's slice."""
+    """Return each parameter's length with padding: in the flattened group, or in a rank's slice if ``even``."""
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     if even:
         return [-(-size // len(states)) for size in sizes]
@@ -198,7 +198,7 @@ def _groups(model: Mapping[str, Any], states: list[dict[str, Any]]) -> Iterator[
 
 
 def _weights(models: list[dict[str, Any]], groups: list[_Group], place: Place | None) -> dict[str, Any]:
-    """Return the module's state dict, with full tensors or with filled shards that ``place`` creates."""
+    """Return the module's state dict: full tensors, or shards that ``place`` creates, with their values."""
     first = models[0]
     trained = {name: group for group in groups for name in group.shapes}
     shared, frozen = first.get("shared_params") or {}, first.get("frozen_param_shapes") or {}
@@ -221,7 +221,7 @@ def _weights(models: list[dict[str, Any]], groups: list[_Group], place: Place | 
 
 
 def _optimizer(groups: list[_Group], names: Mapping[int, str], place: Place | None) -> dict[int, dict[str, Any]]:
-    """Return optimizer states by parameter number, with full tensors or with filled shards that ``place`` creates."""
+    """Return optimizer states by parameter index: full tensors, or shards that ``place`` creates, with their values."""
     of_name = {name: group for group in groups for name in group.shapes}
     made: dict[int, dict[str, Any]] = {}
     for number, name in names.items():
@@ -323,7 +323,7 @@ _Trained = list[tuple[dict[str, Any], dict[int, str]]]
 
 
 def _untrained(weights: Mapping[str, Any], trained: Sequence[str]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the additional names of shared trained tensors, and the tensors that are not trained.
+    """Return (shared, untrained): other names of trained tensors, and the tensors that are not trained.
 
     Untrained tensors include buffers: a checkpoint does not mark them, and the engine looks up frozen parameters only.
     """

@@ -357,7 +357,7 @@ class ModelPruning(Callback):
                     tensor.copy_(first)
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune, at once, a fraction or a number of the elements that are not yet pruned.
+        """Immediately prune a fraction, or a number, of the elements that are not pruned yet.
 
         Args:
             amount: fraction (float, 0 to 1) or number (int) of elements.
@@ -435,13 +435,13 @@ class ModelPruning(Callback):
 
     @property
     def state_key(self) -> str:
-        """Key of the callback's state, different for callbacks that were given different parameters."""
+        """Key of the callback's state. Callbacks for different parameters have different keys."""
         if not self._requested:
             return super().state_key
         return self._generate_state_key(parameters=[_label(pair) for pair in self._requested])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the masks, the masked values, and the initial values, by parameter names."""
+        """Return a dict with the masks, the values of pruned elements, and the initial values, by parameter names."""
         masks = self._masks()
         unmasked = {name: value.detach().cpu()[~masks[name]] for name, value in self._values() if name in masks}
         originals = {name: value.cpu() for name, value in self._originals.items()}
@@ -524,7 +524,7 @@ def _by_name(module: nn.Module, names: Sequence[str]) -> ParameterList:
 
 
 def _value(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter, without its mask if it is pruned."""
+    """Return a parameter. If the parameter is pruned, return the unmasked original."""
     found = module._parameters.get(f"{name}_orig", module._parameters.get(name))
     assert found is not None
     return found

@@ -93,7 +93,7 @@ DEPTH = 3
 
 
 class WatchedContainer(Protocol):
-    """Protocol of a container whose backwards a `BackwardWatcher` detects."""
+    """Interface between a container and the `BackwardWatcher` that detects its backwards."""
 
     module: nn.Module
     _reducer: Reducer | None
@@ -108,20 +108,20 @@ class WatchedContainer(Protocol):
         ...
 
     def _prepare(self) -> None:
-        """Start the round of gradient reduction."""
+        """Start a round of gradient reduction for the current backward."""
         ...
 
     def _backward_ended(self) -> None:
-        """Finish the round of gradient reduction."""
+        """Finish the round of gradient reduction at the end of the backward."""
         ...
 
     def skip_backward(self) -> None:
-        """Run a round of gradient reduction without a backward, on the gradients in ``.grad``."""
+        """Run a round of gradient reduction on the gradients in ``.grad``, without running a backward."""
         ...
 
 
 class BackwardWatcher:
-    """Watcher that starts and finishes a round of gradient reduction in each synchronized backward of a container.
+    """Watcher of a container's backwards. It starts and finishes the gradient reduction of each synchronized backward.
 
     Args:
         reducer: the container's reducer.
@@ -224,7 +224,7 @@ class BackwardWatcher:
             self._prepare(sync)
 
     def unprepared_grad(self) -> None:
-        """Start the reduction when a parameter gets a gradient, if no output's hook has started it before."""
+        """Start the reduction when a parameter gets a gradient, unless an output's hook has already started it."""
         if self._prepared or not (self._waiting or self._current_task != -1) or self._container() is None:
             return
         if self._current_task == -1:
@@ -232,7 +232,7 @@ class BackwardWatcher:
         self._prepare(self._sync or self._must_reduce)
 
     def reduce_next(self, outputs: object = None) -> None:
-        """Reduce gradients in the next backward, even after forwards without sync; torch's ``prepare_for_backward``."""
+        """Reduce gradients in the next backward, even after forwards without sync, like ``prepare_for_backward``."""
         self._must_reduce = True
 
     def _prepare(self, sync: bool) -> None:
@@ -260,11 +260,11 @@ class BackwardWatcher:
             step_all(self._self_stepping)
 
     def reset(self) -> None:
-        """Reset the state, so that earlier forwards no longer wait for a backward."""
+        """Reset the state. Earlier forwards then no longer wait for a backward."""
         self._prepared = self._must_reduce = self._waiting = self.expected = self.zero_weight = False
 
     def _leaves_gradients(self, output: Tensor | None) -> bool | None:
-        """Return True in a backward, False in `torch.autograd.grad`, or None if this cannot be determined."""
+        """Return True in a backward that fills ``.grad``, False in `torch.autograd.grad`, None if this is unknown."""
         # the parameter of the last backward is tried first: usually one check is enough
         count, first = len(self.parameters), self._index
         for step in range(count):
@@ -343,7 +343,7 @@ def watch_optimizers() -> None:
 
 
 def _before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Run `skip_backward` on containers that wait for a backward, if this optimizer has their parameters."""
+    """Before an optimizer steps, run `skip_backward` on containers of its parameters that still wait for a backward."""
     for container in list(waiting_for_steps.values()):
         if container._reducer is None or not container._watch.expected:
             continue

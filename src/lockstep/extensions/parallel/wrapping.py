@@ -117,7 +117,7 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
 
 
 def _can_be_wrapped(container: nn.Module, group: comm.Group) -> bool:
-    """Return True if a container can be wrapped again over ``group``, so that the outer container averages."""
+    """Return True if an outer container over ``group`` can wrap ``container`` and average gradients in its place."""
     if not hasattr(container, "use_reducer"):
         return False
     settings = vars(container)
@@ -145,7 +145,7 @@ def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bo
 
 
 def find_changed(frozen: Mapping[str, Parameter], late: LateParameters | None) -> str | None:
-    """Describe a parameter whose gradient would not be averaged, or return None if there is none.
+    """Return a sentence about a parameter whose gradient would not be averaged. Return None if there is none.
 
     The caller puts the rank in front of the sentence.
 
@@ -168,7 +168,7 @@ def find_changed(frozen: Mapping[str, Parameter], late: LateParameters | None) -
 
 
 def find_cast(buckets: Iterable[Bucket]) -> str | None:
-    """Describe a parameter whose dtype, shape or device no longer fits its bucket; return None if all fit.
+    """Return a sentence about a parameter that no longer has the dtype, shape and device of its bucket; None if all do.
 
     The caller puts the rank in front of the sentence.
     """

@@ -150,7 +150,7 @@ def _columns(statuses: Sequence[Status], values: Iterable[str], metrics: Iterabl
 
 
 def _cell_of(found: Mapping[str, Any], name: str) -> str:
-    """Return the text of the table's cell for a value; "" if the value is missing."""
+    """Format the value ``found[name]`` for a cell of the table. Return "" if the value is missing."""
     return _cell(found[name]) if name in found else ""
 
 

@@ -1,4 +1,4 @@
-"""Folder of a trial on disk, with the trial's values, events and metrics."""
+"""Folder of a trial on disk, with the trial's hyperparameters, events and metrics."""
 
 from __future__ import annotations
 
@@ -201,12 +201,12 @@ class TrialHistory:
 
     @property
     def job(self) -> str:
-        """Number of the newest job; "" if the trial was never submitted."""
+        """Job number of the newest submission, as text; "" if the trial was never submitted."""
         return self.jobs[-1] if self.jobs else ""
 
     @property
     def last(self) -> Attempt | None:
-        """The newest start; None if the trial has not started."""
+        """The newest start of the trial; None if the trial has not started."""
         return self.attempts[-1] if self.attempts else None
 
     @property
@@ -216,7 +216,7 @@ class TrialHistory:
 
     @property
     def current(self) -> Attempt | None:
-        """The newest start; None if the trial has been submitted again since that start."""
+        """The newest start of the trial; None if the trial has been submitted again since that start."""
         return None if self.is_waiting else self.last
 
     @property
@@ -237,7 +237,7 @@ class TrialHistory:
 
     @property
     def seconds(self) -> float:
-        """Seconds between the first and the last event of each start, summed over all starts."""
+        """Total seconds of all starts, each from its first to its last event."""
         return sum(max(0.0, attempt.last - attempt.started) for attempt in self.attempts)
 
 

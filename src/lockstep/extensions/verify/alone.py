@@ -56,7 +56,7 @@ class AloneFinding:
 
 
 class RanksAlone:
-    """Comparison of each rank with one process that gets only this rank's samples.
+    """Check that each rank computes the same gradients as one process that gets only this rank's samples.
 
     Args:
         ranks: the run on ranks.
@@ -118,7 +118,7 @@ class RanksAlone:
         return AloneFinding(cause=counts_differ)
 
     def _pairs(self, rank: int, update: int, alone: Recording) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (gradient on a rank, gradient in one process) for each parameter, both as `strided_sums`."""
+        """Yield (gradient on the rank, gradient in one process) for each parameter, both reduced by `strided_sums`."""
         sums = [each.sums(update) for each in self.ranks.ranks]
         for key, value in alone.first.unclipped_gradients(update).items():
             if not isinstance(value, Tensor) or not any(own.get(key) for own in sums):
@@ -149,7 +149,7 @@ class RanksAlone:
         return Reason(text, line, f"one process was fed the samples of rank {rank} only, up to step {update}")
 
     def _draws_own(self) -> bool:
-        """Return True if ranks draw different random numbers in steps, which one process cannot reproduce."""
+        """Return True if steps use random numbers that differ between ranks and that one process cannot reproduce."""
         if any(event["grad"] for event in self.single.first.find(*KEPT)):
             return True
         paths = [sorted(rank.folder.glob("random-*.pkl")) for rank in self.ranks.ranks]

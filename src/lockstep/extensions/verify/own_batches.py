@@ -25,7 +25,7 @@ _LARGEST = 1_000_000
 
 
 class OwnBatches:
-    """Random numbers drawn outside of modules and loaders, such as ``torch.randint(len(data), (batch_size,))``.
+    """Recorder and replayer of random numbers that choose a batch, such as ``torch.randint(len(data), (batch_size,))``.
 
     Ranks save them. One process gets the numbers of all ranks joined along the first dimension, so it makes a batch
     with the samples of all ranks, even though its script draws the batch of one rank. If the script accumulates by the
@@ -44,7 +44,7 @@ class OwnBatches:
         self._has_loader = bool(watch.events_of_rank_0("batch"))
 
     def install(self) -> None:
-        """Observe NumPy's global generator, and those that ``numpy.random.default_rng`` creates from now on."""
+        """Observe NumPy's global generator, and generators that ``numpy.random.default_rng`` creates from now on."""
         for name in _NUMPY:
             patch(np.random, name, self._observed(name, getattr(np.random, name)))
         methods = {
@@ -74,7 +74,7 @@ class OwnBatches:
         return bool(location())
 
     def share(self, name: str, result: Tensor) -> Tensor:
-        """On a rank, save random numbers just drawn. In one process, return the ranks' numbers in their place."""
+        """Save random numbers that a rank has drawn. In a replay by one process, return the ranks' numbers instead."""
         watch, settings = self.watch, self.watch.settings
         is_trained = torch.is_grad_enabled()
         line = f"{location()}-{is_trained}".replace("/", "_").replace(":", "-")
@@ -100,7 +100,7 @@ class OwnBatches:
 
 
 def _join(name: str, parts: list[Tensor], own: Tensor) -> Tensor | None:
-    """Join the ranks' random numbers; return None to keep what one process has drawn."""
+    """Join the ranks' random numbers for use in one process. Return None if they are missing or do not fit ``own``."""
     if not parts:
         return None
     if not own.dim() or name == "randperm" or all(torch.equal(part, parts[0]) for part in parts):

@@ -1,4 +1,4 @@
-"""Reasons why a script cannot be verified, with remedies, and causes of deadlocks and incomplete windows."""
+"""Checks that find out why a script cannot be verified, and the causes of deadlocks and incomplete windows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_type_error(ranks: Recording) -> bool:
 
 
 def explain_memory_error(error: Exception) -> str:
-    """Explain an error of the comparison that ran out of memory, with a remedy. Return "" for other errors."""
+    """Explain why the comparison ran out of memory, and suggest a remedy. Return "" if ``error`` is another error."""
     if not _MEMORY.search(f"{type(error).__name__}: {error}"):
         return ""
     return (
@@ -42,7 +42,7 @@ def explain_memory_error(error: Exception) -> str:
 
 
 def check_ranks(ranks: Recording, steps: int) -> str:
-    """Explain why the run on several ranks cannot be verified, with a remedy. Return "" if it can."""
+    """Explain why the run on several ranks cannot be verified, and suggest a remedy. Return "" if it can."""
     named = [(f"rank {number}", rank) for number, rank in enumerate(ranks.ranks)]
     # the failures that are not caused by another rank's come first
     first = [(name, rank) for name, rank in named if rank.ending.has_failed and not _follows_other(rank)]
@@ -73,7 +73,7 @@ def check_ranks(ranks: Recording, steps: int) -> str:
 
 
 def check_mesh(ranks: Recording) -> str:
-    """Explain that a model split over two mesh dimensions cannot be verified. Return "" for other models."""
+    """Explain why a model that is sharded over two mesh dimensions cannot be verified. Return "" for other models."""
     event = next((event for _, event in ranks.find("sharded in groups")), None)
     if event is None:
         return ""
@@ -85,7 +85,7 @@ def check_mesh(ranks: Recording) -> str:
 
 
 def check_single(single: Recording) -> str:
-    """Explain why the single-process run cannot serve as the reference, with a remedy. Return "" if it can."""
+    """Explain why the single-process run cannot serve as the reference, and suggest a remedy. Return "" if it can."""
     rank = single.first
     reason = _explain_ending("one process that is fed the samples of all ranks", rank)
     if not reason and not rank.steps:
@@ -147,7 +147,7 @@ def _explain_ending(who: str, rank: RankRecording) -> str:
 
 
 def deadlock(ranks: Recording) -> tuple[Difference, Reason] | None:
-    """Find the first collective that does not match between ranks, or a rank without batches that others wait for."""
+    """Find the cause of a deadlock: a rank without more batches, or the first collective that differs between ranks."""
     if any(rank.ending.status == "failed" and not _follows_other(rank) for rank in ranks.ranks):
         return None  # the others stopped because of that failure
     has_finished = all(rank.ending.has_finished for rank in ranks.ranks)
@@ -176,7 +176,7 @@ def deadlock(ranks: Recording) -> tuple[Difference, Reason] | None:
 
 
 def describe(event: Event) -> str:
-    """Return the name of a collective, with the shape of its tensor if that must be equal on all ranks."""
+    """Format a collective's name, and its tensor's shape if that must be the same on all ranks."""
     shape = event["shape"] if event["name"] in ("all_reduce", "broadcast", "all_gather") else None
     return f"{event['name']} {shape}"
 
@@ -202,7 +202,7 @@ def _out_of_batches(ranks: Recording) -> tuple[Difference, Reason] | None:
 
 
 def short_window(ranks: Recording) -> tuple[Difference, Reason] | None:
-    """Find an incomplete accumulation window whose loss is divided by the number of micro-batches in a full one."""
+    """Find an incomplete accumulation window whose loss is divided by the number of micro-batches in a full window."""
     backwards: dict[int, list[Event]] = defaultdict(list)
     for event in ranks.first.find("backward"):
         backwards[event["update"]].append(event)
@@ -223,7 +223,7 @@ def short_window(ranks: Recording) -> tuple[Difference, Reason] | None:
 
 
 def unsynchronized_shards(ranks: Recording) -> tuple[Difference, Reason] | None:
-    """Find an optimizer step on sharded parameters that lacks gradients, as the last backward was not synchronized."""
+    """Find an optimizer step on shards that lacks the last backward's gradients, which were not synchronized."""
     if not ranks.has("sharded data parallel"):
         return None
     for step in ranks.first.steps:
@@ -242,7 +242,7 @@ def unsynchronized_shards(ranks: Recording) -> tuple[Difference, Reason] | None:
 
 
 def _window_difference(ranks: Recording, step: Event, text: str) -> Difference:
-    """Create a `Difference` in the gradients of all ranks at a step."""
+    """Create a `Difference` in the gradients of all ranks at a step. ``text`` describes the difference."""
     name = next(iter(step["names"].values()), "")
     everywhere = tuple(range(len(ranks.ranks)))
     text = f"the gradient of {name} {text}"
@@ -250,7 +250,7 @@ def _window_difference(ranks: Recording, step: Event, text: str) -> Difference:
 
 
 def _divisor(events: Sequence[Event]) -> float | None:
-    """Return the number above 1 by which all losses of an accumulation window are divided; None if there is none."""
+    """Return the divisor that all losses of an accumulation window share. Return None if there is none above 1."""
     divisors = {event["divisor"] for event in events}
     divisor = divisors.pop() if len(divisors) == 1 else None
     return divisor if divisor is not None and divisor > 1 else None

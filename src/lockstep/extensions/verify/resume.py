@@ -76,7 +76,7 @@ class ResumeCheck:
         return self._certificate("" if is_compared else reason, found)
 
     def _stop_at_epoch_end(self, undisturbed: Recording, stopped: Recording) -> tuple[str, Finding | None]:
-        """Resume after one epoch. Return why the runs cannot be compared ("" if they can), and the first difference."""
+        """Resume a run after one epoch. Return (reason why it cannot be compared or "", first difference or None)."""
         remaining = len(undisturbed.first.steps) - self._stop
         if remaining < 1:
             return "the script trains for one epoch only, and a stop would follow it: let it train for two", None
@@ -93,7 +93,7 @@ class ResumeCheck:
         return "", self._compare(_AT_EPOCH_END, undisturbed, resumed, remaining)
 
     def _stop_within_epoch(self, undisturbed: Recording) -> tuple[bool, Finding | None]:
-        """Stop within the first epoch by SIGTERM. Return True if the script resumed there, and the first difference."""
+        """Stop within the first epoch by SIGTERM. Return (True if the script resumed there, first difference)."""
         steps, length = self.request.steps, self._stop
         if length < _SHORTEST:
             return False, None
@@ -188,7 +188,7 @@ def _batches(rank: RankRecording, step: int) -> list[Event]:
 
 
 def _draws(rank: RankRecording, step: int) -> list[object]:
-    """Return a step's random numbers, and the states of Python's and NumPy's generators if steps use these."""
+    """Return a list of a step's random numbers, and of the generator states of Python and NumPy if steps use them."""
     update = rank.steps[step]["update"]
     paths = sorted(rank.folder.glob(f"draw-{update}-*.pt"))
     found: list[object] = [(path.name.split("-", 2)[2], torch.load(path).tolist()) for path in paths]
@@ -203,7 +203,7 @@ def _prints(batches: list[Event]) -> list[object]:
 
 
 def _name(batches: list[Event]) -> str:
-    """Return the index of the first sample in ``batches``, or the sample's fingerprint if it has no index."""
+    """Return the first sample of ``batches`` as text: its index, or its fingerprint if it has no index."""
     if not batches:
         return "none"
     return str((batches[0]["indices"] or batches[0]["prints"])[0])
@@ -215,7 +215,7 @@ def _first(run: Recording) -> dict[str, Value]:
 
 
 def _deviation(kind: str, whole: RankRecording, at: int, again: RankRecording, step: int) -> tuple[str, float]:
-    """Return the name of the value that differs most at a step, and its difference (relative, except for rates)."""
+    """Return (name, difference) of the value that differs most at a step: relative, or absolute for rates."""
     if at >= len(whole.steps):
         return "", 0.0
     own, theirs = whole.steps[at], again.steps[step]
@@ -230,7 +230,7 @@ def _deviation(kind: str, whole: RankRecording, at: int, again: RankRecording, s
 
 
 def _largest_difference(expected: Mapping[str, Value], found: Mapping[str, Value]) -> tuple[str, float]:
-    """Return the key of the value that differs most, and the difference relative to the value's largest element."""
+    """Return (key, difference) of the value that differs most. Differences are relative to the largest element."""
     sizes = {key: _difference(value, found.get(key)) for key, value in expected.items()}
     name = max(sizes, key=lambda key: sizes[key], default="")
     return name, sizes.get(name, 0.0)

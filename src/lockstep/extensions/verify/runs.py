@@ -123,7 +123,7 @@ class Runs:
         course: Iterable[float] = (),
         compared: str = "ranks and one process",
     ) -> Certificate:
-        """Return a certificate, whose verdict follows from ``found`` and ``reasons``.
+        """Return a certificate. Its verdict depends on the difference ``found`` and on ``reasons`` against a verdict.
 
         The verdict is "different" if something was found, else "could not tell" if there are reasons, else "alike".
 

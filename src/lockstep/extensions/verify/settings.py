@@ -20,7 +20,7 @@ _PYTHON = os.path.dirname(os.__file__) + os.sep
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one observed process.
+    """Settings of one process that `lockstep verify` starts and observes.
 
     Attributes:
         words: the script and its arguments, or ``-m``, a module and its arguments.
@@ -62,7 +62,7 @@ class Settings:
 
     @property
     def own_folder(self) -> Path:
-        """Folder into which this rank writes."""
+        """Folder into which this rank writes its recording."""
         return Path(self.folder) / f"rank-{self.rank}"
 
     @property
@@ -77,7 +77,7 @@ class Settings:
 
     @property
     def is_replay(self) -> bool:
-        """True if the samples come from a recording."""
+        """True if this process reads its samples from the recording of another run."""
         return bool(self.feed)
 
     def write(self) -> str:
@@ -97,7 +97,7 @@ class Settings:
 
 
 class Journal:
-    """Journal of a rank's events, one JSON object per line.
+    """Writer of a rank's journal of events, a file with one JSON object per line.
 
     Args:
         folder: folder of the rank.
@@ -122,18 +122,18 @@ class Journal:
             self.record(kind, **values)
 
     def end(self, status: str, **values: object) -> None:
-        """Write how the process ended to the file ``end.json``, after the last event."""
+        """Write ``end.json``, which records how the process ended, and flush the events."""
         (self.folder / "end.json").write_text(json.dumps({"status": status, **values}))
         self._events.flush()
 
 
 def location(frame: FrameType | None = None) -> str:
-    """Return ``file:line`` of the innermost user code on the stack of ``frame`` or the caller; "" if there is none."""
+    """Return the innermost line of user code on the stack of ``frame`` or the caller, as ``file:line``; "" if none."""
     return next(_lines(frame or sys._getframe(1)), "")
 
 
 def stack() -> list[str]:
-    """Return the lines of user code on the stack as ``file:line``, innermost first."""
+    """Return the lines of user code on the current stack as ``file:line``, innermost first."""
     return list(_lines(sys._getframe(1)))
 
 

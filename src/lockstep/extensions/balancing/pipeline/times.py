@@ -56,7 +56,7 @@ class WindowOfStage(NamedTuple):
     spans: tuple[StageSpan, ...]
 
     def per_micro_batch(self) -> tuple[float, float]:
-        """Return a micro-batch's mean seconds inside the blocks, and its mean seconds outside the blocks."""
+        """Return (seconds inside the blocks, seconds outside the blocks), both as means per micro-batch."""
         before, blocks, after, backward = self.seconds
         forward = before + blocks + after
         if not forward:
@@ -92,7 +92,7 @@ class StageTimes:
         self._pending: deque[_Pending] = deque(maxlen=NEWEST)
 
     def _now(self) -> Any:
-        """Return the host clock's time, or a new event that is recorded on the GPU."""
+        """Return the current time of the host's clock, or a new event recorded on the GPU."""
         if self._make is None:
             return self.clock()
         event = self._make()
@@ -102,7 +102,7 @@ class StageTimes:
 
     @contextmanager
     def window(self, micro_batches: int) -> Iterator[None]:
-        """Measure the window that runs in the context, if `listens` is True or a listener is set."""
+        """Measure the accumulation window that runs in the context, if `listens` is True or a listener is set."""
         if not micro_batches or not (self.listens or self.listener):
             yield
             return
@@ -138,7 +138,7 @@ class StageTimes:
             self.listener(window)
 
     def take(self) -> list[WindowOfStage]:
-        """Return the windows that the device has finished since the last call, without waiting for the device."""
+        """Return the measured windows that the device has finished since the last call. Do not wait for the device."""
         while self._pending and self._pending[0].last.query():
             self._add(self._pending.popleft().read())
         found = list(self._windows)
@@ -157,7 +157,7 @@ class _Pending(NamedTuple):
     micro_batches: int
 
     def read(self) -> WindowOfStage:
-        """Return the window with the seconds of its parts."""
+        """Compute the seconds of each part, and return them as a `WindowOfStage`."""
 
         def elapsed(end: Any) -> float:
             return end - self.first if isinstance(end, float) else self.first.elapsed_time(end) / 1e3
@@ -169,7 +169,7 @@ class _Pending(NamedTuple):
 
 
 def typical(windows: list[WindowOfStage]) -> tuple[float, float, float]:
-    """Return the medians of a micro-batch's seconds inside and outside the blocks, and of the micro-batch count.
+    """Return medians over windows: (a micro-batch's seconds inside the blocks, outside, number of micro-batches).
 
     All three are NaN if there is no window.
     """

@@ -75,7 +75,7 @@ def _pipelines(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]
 
 
 def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, packages: frozenset[str]) -> str:
-    """Return the reason why a candidate cannot run, regardless of memory, or "" if it can.
+    """Return the reason, apart from memory, why a candidate cannot run. Return "" if it can.
 
     Args:
         profile: the model's profile.
@@ -156,7 +156,7 @@ class Plan:
         yield self.reason
 
     def _is_worth_showing(self, row: Prediction) -> bool:
-        """Return True for default settings, variants that save time or memory, and pipelines faster than the choice."""
+        """Return True if the table should show a row: default settings, gains in time or memory, faster pipelines."""
         if row.candidate.kind == "pipeline":
             of_kind = [each for each in self.rows if _kind(each) == _kind(row)]
             best = max(of_kind, key=lambda each: (each.fits, each.rate, -each.missing))
@@ -278,7 +278,7 @@ def _reason(choice: Prediction, rows: Sequence[Prediction], hardware: Hardware, 
 
 
 def _nothing_fits(profile: ModelProfile, rows: Sequence[Prediction], hardware: Hardware) -> str:
-    """Return a message about how much memory is missing, and which changes would make the model fit."""
+    """Return a message about the missing memory, and about changes with which the model would fit."""
     found = min((row for row in rows if not row.other and not row.obstacle), key=lambda row: row.missing)
     changes = []
     by_batch = max(span.peak for span in profile.step(found.candidate.recomputed).spans)
@@ -344,7 +344,7 @@ class SavedPlan:
 
     @classmethod
     def of(cls, plan: Plan) -> SavedPlan:
-        """Create the saved form of a plan that has a choice."""
+        """Create the saved form of a plan, which must contain a choice."""
         choice, machine = plan.choice, plan.hardware
         assert choice is not None
         one = choice.candidate

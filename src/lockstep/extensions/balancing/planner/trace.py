@@ -40,7 +40,7 @@ class OperationWork:
     calls: int = 0
 
     def add(self, other: OperationWork) -> None:
-        """Add the work of other operations."""
+        """Add the work of other operations to this total."""
         self.products += other.products
         self.moved += other.moved
         self.calls += other.calls
@@ -113,7 +113,7 @@ def workspace_of_lstm(length: int, batch: int, hidden: int) -> int:
 
 
 def hidden_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes that an operation on a CPU retains in memory in addition to what fake tensors show.
+    """Return the bytes that an operation retains on a CPU but that fake tensors do not account for.
 
     These are the workspace of an LSTM, and the elements of a mean in some losses. They exist as long as the last
     result of the operation.
@@ -243,7 +243,7 @@ class StepTrace(TorchDispatchMode):
             self._owners.append(unit)
 
     def enter(self, layer: nn.Module, args: object) -> None:
-        """Start a span before the forward of a block, as a forward pre-hook."""
+        """As a forward pre-hook, start the span of a block before its forward."""
         if self._phase == FORWARD:
             self._running.append(self.units[id(layer)])
             self._open(self._running[-1])
@@ -256,7 +256,7 @@ class StepTrace(TorchDispatchMode):
             self._open(self._running[-1] if self._running else REST)
 
     def _follow_backward(self) -> int:
-        """Open the span of the block whose backward runs. Return the autograd node's number; -1 outside a backward."""
+        """Start the span of the block whose backward runs. Return the number of the current autograd node, or -1."""
         node = torch._C._current_autograd_node()
         if node is None:
             return -1
@@ -316,7 +316,7 @@ class StepTrace(TorchDispatchMode):
         self.mark(tensors_in(parameter.grad, 1), "gradient")
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Mark the allocations of tensors that outlive the step as "gradient" or "state"."""
+        """Mark the allocations of ``tensors``, which outlive the step, with their kind: "gradient" or "state"."""
         for tensor in tensors:
             found = self._live.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
             if found is not None:
@@ -371,7 +371,7 @@ def fake(module: nn.Module, dtype: torch.dtype | None = None) -> Callable[[], No
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A training step that runs without a Trainer.
+    """Everything that is needed to run a training step without a Trainer: model, loss, optimizers and context.
 
     Attributes:
         module: the model.
@@ -389,10 +389,10 @@ class TracedStep:
 
 
 class PhaseWatch(Protocol):
-    """Protocol of observers of a training step."""
+    """Interface of observers of a training step, which `run_step` calls at each phase and block."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context manager in which a phase of the step runs."""
+        """Return a context manager inside which one phase of the step runs."""
 
     def enter(self, layer: nn.Module, args: object) -> None:
         """Observe the start of a block's forward, as a forward pre-hook."""
