@@ -1,4 +1,4 @@
-"""Checkpoints that omit frozen weights, and identify them by hashes that do not depend on sharding."""
+"""Checkpoints that omit frozen weights and contain hashes of the omitted weights, independent of the sharding."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def base_name(module: nn.Module) -> str:
 
 
 def _describe(parameters: Mapping[str, Tensor], hashes: Sequence[int | None], base: str) -> dict[str, Any]:
-    """Describe the omitted parameters by hashes, names and dtypes, by which `check` recognizes the base."""
+    """Return a dict that describes the omitted parameters, by which `check` recognizes the base weights."""
     return {
         "of": base,
         "hashes": torch.tensor(hashes, dtype=torch.int64),

@@ -67,12 +67,12 @@ Handlers = dict[str, Callable[[Any], object]]
 
 
 def _codes(number: int) -> tuple[int | None, ...]:
-    """Return the exit codes that a process may have if a signal has ended it. None stands for an unknown code."""
+    """Return the possible exit codes of a process that signal ``number`` has ended. None stands for an unknown code."""
     return None, -number, 128 + number
 
 
 class Supervisor:
-    """Supervisor of a node's ranks, from their start until the last has ended.
+    """Supervisor of a node's ranks, from the ranks' start until the last rank has ended.
 
     Args:
         channel: channel to local rank 0.
@@ -232,7 +232,7 @@ class Supervisor:
         return True
 
     def _is_ended_by(self, number: int, code: int | None) -> bool:
-        """Return True if a signal that this supervisor has also received explains a rank's exit code.
+        """Return True if signal ``number`` explains a rank's exit code and this supervisor has received the signal too.
 
         Before any rank has joined the process group, the signal explains every exit code.
         """
@@ -431,7 +431,7 @@ class Supervisor:
         self._nodes.join(message["address"], message["port"], message["token"])
 
     def _follow(self, decided: Decision) -> None:
-        """Handle the nodes' decision on the first cause: end this node's ranks, unless only this node has the cause."""
+        """Handle the nodes' decision on the first cause. End this node's ranks unless only this node has the cause."""
         if self._nodes.is_elsewhere:
             self._mailbox.leave({"first": decided.words, "rank": decided.rank})
             self._thread(self._processes.wind_up, time.monotonic() - GRACE / 4)
@@ -514,7 +514,7 @@ class Supervisor:
         )
 
     def _cause(self, printed: set[int], folded: set[int], notes: list[Cause]) -> tuple[First | None, bool]:
-        """Return the first cause from this node's records, and whether its traceback was printed.
+        """Return (cause, is_printed): the first cause from this node's records, and True if its traceback was printed.
 
         Args:
             printed: ranks that have printed their tracebacks.
@@ -609,7 +609,7 @@ def _nothing(what: object) -> None:
 
 
 def _may_be_gloos(cause: First | None) -> TypeGuard[Ended]:
-    """Return True if gloo may have aborted a process, as it does if ranks pass tensors of different sizes."""
+    """Return True if the cause may be an abort by gloo, which occurs if ranks pass tensors of different sizes."""
     return isinstance(cause, Ended) and cause.code in (None, -signal.SIGABRT)
 
 

@@ -205,7 +205,7 @@ def zero_keys() -> list[str]:
 
 
 def uses_checkpointing(module: torch.nn.Module) -> bool:
-    """Return True if a layer's ``forward`` names ``deepspeed.checkpointing`` or its function ``checkpoint``."""
+    """Return True if the code of any layer's ``forward`` refers to ``deepspeed.checkpointing``."""
     import deepspeed
 
     # by the names in its code: a run to find out would need a batch

@@ -612,7 +612,7 @@ class LightningCLI:
     def configure_optimizers(
         lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: LRSchedulerTypeUnion | None = None
     ) -> Any:
-        """Return the result for a model's ``configure_optimizers``, from objects that the command line describes.
+        """Combine the command line's optimizer and scheduler into a result for the model's ``configure_optimizers``.
 
         Args:
             lightning_module: the model.

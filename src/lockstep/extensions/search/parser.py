@@ -359,7 +359,7 @@ class Hyperparameters(argparse.Namespace):
 
 
 def describe(options: Hyperparameters) -> dict[str, Any]:
-    """Return a search's strategy, mode and possible values of each option as JSON values.
+    """Return a JSON-compatible dict with a search's strategy, its mode, and each option's possible values.
 
     Two searches with equal descriptions are the same search.
     """
@@ -675,7 +675,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         return found
 
     def _words(self, args: Sequence[str] | None) -> argparse.Namespace:
-        """Return each option's words on a command line as text, without calling the user's types and actions."""
+        """Parse a command line without the user's types and actions: return the words of each option as text."""
         probe = argparse.ArgumentParser(
             add_help=False,
             prefix_chars=self.prefix_chars,
