@@ -75,7 +75,7 @@ class _Version:
 
 
 class FrozenBase:
-    """The parameters that are frozen when a fit starts, and that checkpoints omit while they stay unchanged.
+    """Tracker of the parameters that are frozen when a fit starts. Checkpoints omit those that stay unchanged.
 
     Args:
         module: the module at the start of the fit.
@@ -198,7 +198,7 @@ def without(state: Mapping[str, Any], absent: Collection[str]) -> dict[str, Any]
 
 
 def absent_of(checkpoint: Mapping[str, Any], module: nn.Module) -> list[str] | None:
-    """Return the names of the module's parameters that a checkpoint omits; None for a complete checkpoint."""
+    """Return the names of the module's parameters that a checkpoint omits, or None for a complete checkpoint."""
     if _description(checkpoint) is None:
         return None
     there = checkpoint["state_dict"]
@@ -208,7 +208,7 @@ def absent_of(checkpoint: Mapping[str, Any], module: nn.Module) -> list[str] | N
 
 
 def base_of(checkpoint: Mapping[str, Any]) -> str | None:
-    """Return the name of the base weights that a checkpoint omits; None for a complete checkpoint."""
+    """Return the name of the base weights that a checkpoint omits, or None for a complete checkpoint."""
     record = _description(checkpoint)
     return None if record is None else str(record.get("of"))
 

@@ -287,7 +287,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_s
 
 
 def _keep_dtypes(model: Any, places: Mapping[str, Place]) -> None:
-    """Convert to float32 the tensors that transformers keeps in float32 in a model of any dtype.
+    """Convert to float32 those tensors that must be float32 in a transformers model of any dtype.
 
     These are computed buffers (rotary tables, for example), and tensors that the model's class names.
     """
@@ -335,7 +335,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def _sources(model: nn.Module, loading: Loading, places: Mapping[str, Place]) -> tuple[dict[str, Source], list[str]]:
-    """Return (sources, unexpected): a source for each of the model's tensors in the folder, and other names there."""
+    """Return (sources, unexpected): a source for each model tensor in the folder, and the names of other tensors."""
     if is_of_transformers(model):
         return _as_transformers(model, loading, places)
     keys = loading.files.shapes
@@ -464,7 +464,7 @@ def _resolve_ties(model: nn.Module, found: dict[str, Source], places: Mapping[st
 
 
 def _are_equal(one: Source, other: Source) -> bool:
-    """Return True if two tensors in the files are equal; they are compared piece by piece to save memory."""
+    """Return True if two tensors in the files are equal. Compare them piece by piece to save memory."""
     if one.shape != other.shape or one.conversion is not None or other.conversion is not None:
         return False
     if not one.shape:

@@ -33,7 +33,7 @@ class Diverged(Protocol):
 
 
 class LocalSteps(Protocol):
-    """Interface to a fit's local steps, which average gradients over some ranks only. Weights then differ."""
+    """Interface to a fit's local steps, which average gradients over some ranks only, so that weights differ."""
 
     @property
     def differ(self) -> bool:
@@ -41,7 +41,7 @@ class LocalSteps(Protocol):
 
     @property
     def apart(self) -> Diverged:
-        """Switch between this rank's own weights and the mean over the ranks."""
+        """Object that switches between this rank's own weights and the mean over the ranks."""
 
     def averaged_ranks(self) -> Sequence[int]:
         """Return the ranks, including this one, over which the next gradient reduction averages."""
@@ -144,7 +144,7 @@ class ModelCopies:
 
     @contextmanager
     def one_model(self) -> Iterator[None]:
-        """In the context, set every rank's model to the one that checkpoints save. Then restore each rank's own.
+        """In the context, give every rank the model that checkpoints save. Afterwards, restore each rank's own model.
 
         The checkpoint's model has rank 0's buffers; under local steps it is the mean over the ranks. Collective.
         """

@@ -152,7 +152,7 @@ def classes_in(value: object, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def is_rebuildable(kind: type) -> bool:
-    """Return True if objects of a class can be rebuilt from their output of `plain`."""
+    """Return True if objects of a class can be rebuilt from the output of `plain`."""
     return (
         dataclasses.is_dataclass(kind)
         or issubclass(kind, (Enum, PurePath))
@@ -241,7 +241,7 @@ def described(value: object) -> str:
 
 
 def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors in nested dicts, lists, tuples and sets, and in the attributes of other objects."""
+    """Yield the tensors in nested containers and in the attributes of other objects, down to ``depth`` levels."""
     # Objects may refer to one another in a circle.
     seen: set[int] = set()
 

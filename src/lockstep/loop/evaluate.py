@@ -73,12 +73,12 @@ class EvaluationLoop:
 
     @property
     def num_batches(self) -> list[int | float]:
-        """Number of this rank's batches in each loader, limited by ``limit_*_batches``."""
+        """List of the number of this rank's batches in each loader, limited by ``limit_*_batches``."""
         return self.feed.num_batches if self.feed is not None else []
 
     @property
     def num_batches_by_loader(self) -> list[int | float]:
-        """Number of batches in each loader, also if the loaders are read together by a CombinedLoader."""
+        """List of the number of batches in each loader, also if a CombinedLoader reads the loaders together."""
         return self.feed.by_loader if self.feed is not None else []
 
     def run(

@@ -119,7 +119,7 @@ def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None
 
 
 class _SeenObjects(dict[int, Any]):
-    """Visited objects by id. References keep the objects alive, so that no other object gets the same id.
+    """Dict of visited objects by id. It keeps the objects alive, so that no other object gets the same id.
 
     Args:
         package: package of the user's module, whose objects are visited.

@@ -277,7 +277,7 @@ class Session:
         return made
 
     def interrupt(self, by: str | None) -> None:
-        """Request that the call, and a trial inside it, end as soon as possible; ``by=None`` cancels the request."""
+        """Request that the call, and a trial inside it, end as soon as possible. ``by=None`` cancels the request."""
         self.interruption = by
         self.should_stop = self.should_stop or by is not None
         if self.inner is not None:

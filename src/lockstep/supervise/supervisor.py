@@ -220,7 +220,7 @@ class Supervisor:
         return next((note["code"] for note in self._mailbox.others("left") if note["left"] == rank), None)
 
     def _is_excused(self, rank: int, code: int | None) -> bool:
-        """Return True if a signal that a scheduler sent to all ranks ended this rank. Its end is then not a failure."""
+        """Return True if a rank was ended by a signal that a scheduler sent to all ranks, which is not a failure."""
         if self._starts_ranks or self._first is not None:
             return False
         # the same signal may not have arrived here yet
@@ -421,12 +421,12 @@ class Supervisor:
     # -- other nodes -------------------------------------------------------------------------------------------
 
     def _on_hub(self, what: tuple[int, Message]) -> None:
-        """Open the hub, and send its port and token to local rank 0."""
+        """Open the hub that connects the nodes, and send the hub's port and token to local rank 0."""
         port, token = self._nodes.open(what[1]["address"])
         self._channel.send({"do": "hub", "port": port, "token": token})
 
     def _on_join(self, what: tuple[int, Message]) -> None:
-        """Connect to the hub at the address from local rank 0."""
+        """Connect to the nodes' hub at the address that local rank 0 has sent."""
         message = what[1]
         self._nodes.join(message["address"], message["port"], message["token"])
 

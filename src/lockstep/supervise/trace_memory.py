@@ -327,7 +327,7 @@ class Reading:
         return bool(time.monotonic() - at < 2 * LAG)
 
     def newest(self, most: int = 8) -> list[Note]:
-        """Return the notes of the newest collectives, the newest first."""
+        """Return the notes of the ``most`` newest collectives, the newest first."""
         return self.notes(self.count - most + 1)[::-1]
 
     def notes(self, first: int) -> list[Note]:

@@ -322,7 +322,7 @@ def can_use_disks() -> bool:
 
 
 def build_folder(name: str) -> Path | None:
-    """Return the folder in which torch builds an extension; None if this torch has no such function."""
+    """Return the folder in which torch builds an extension, or None if this release of torch cannot report it."""
     from torch.utils import cpp_extension
 
     # private in torch, so it may be missing

@@ -82,7 +82,7 @@ class WeightAveraging(Callback):
     # -- training ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Prepare for a new fit, which starts a new average."""
+        """Reset the callback's state before a fit, which starts a new average."""
         if stage == "fit":
             self._average, self._is_swapped_in, self._loaded = None, False, None
             self._latest_step, self._latest_epoch = None, -1
@@ -291,7 +291,7 @@ class WeightAveraging(Callback):
             averaged.copy_(before)
 
     def _by_name(self, pl_module: LightningModule) -> Mapping[str, Tensor]:
-        """Return the averaged tensors by their names in the model; a tied weight occurs under each of its names."""
+        """Return the averaged tensors by their names in the model. A tied weight occurs under each of its names."""
         assert self._average is not None
         self._check(pl_module)
         average = {id(t): k for k, t in zip(_tensors(self._average.module), _tensors(pl_module), strict=True)}

@@ -92,7 +92,7 @@ def instantiate_module(class_type: type, config: dict[str, Any]) -> Any:
 
 
 def class_of(builder: Callable[..., Any]) -> Any:
-    """Return a class unchanged; for a function, return the class in its return annotation."""
+    """Return a class unchanged. For a function, return the class in the function's return annotation."""
     if isinstance(builder, type):
         return builder
     return inspect.signature(builder, eval_str=True).return_annotation

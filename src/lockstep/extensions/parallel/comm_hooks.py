@@ -30,7 +30,7 @@ from lockstep.precision.base import LossScaler
 
 
 class DivergedWeights:
-    """Switch between this rank's own weights and the mean over the ranks, while the ranks' weights differ.
+    """Switch that replaces this rank's own weights with the mean over the ranks, and back, while weights differ.
 
     Args:
         module: the fit's module.

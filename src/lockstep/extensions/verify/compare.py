@@ -434,7 +434,7 @@ def _concatenated(parts: Sequence[Tensor], dim: int) -> Tensor | None:
 
 
 def _why_no_gradient(events: Sequence[Event], untouched: Sequence[str]) -> str:
-    """Explain why no parameter has a gradient."""
+    """Explain why no parameter has a gradient, and suggest a fix."""
     if all(event["unknown"] and len(event["unknown"]) == len(event["names"]) for event in events):
         return (
             "the optimizer's parameters belong to no module that is called, and get no gradient: create the optimizer "

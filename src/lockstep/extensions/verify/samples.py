@@ -58,7 +58,7 @@ class SampleFindings:
 
 
 class Samples:
-    """Check of how each loader distributes its samples over the ranks.
+    """Checker of how each loader distributes its samples over the ranks.
 
     Args:
         ranks: the run on ranks.
@@ -147,7 +147,7 @@ class Samples:
     # -- samples of several ranks, or of none
 
     def _why_shared(self, first: Event, overlaps: bool = False) -> str:
-        """Explain why ranks get the same samples from a loader, with a remedy.
+        """Explain why ranks get the same samples from a loader, and suggest a fix.
 
         Args:
             first: description of the loader.
@@ -306,7 +306,7 @@ class Samples:
 
 
 def _training_loaders(ranks: Recording) -> set[int]:
-    """Return the numbers of the training loaders. A loader is for training if a backward runs between its batches."""
+    """Return the set of numbers that identify training loaders: loaders between whose batches a backward runs."""
     found: set[int] = set()
     for rank in ranks.ranks:
         newest: int | None = None

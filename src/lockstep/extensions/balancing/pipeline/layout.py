@@ -13,7 +13,7 @@ from lockstep.extensions.balancing.pipeline.chain import Chain
 
 
 def equal_split(blocks: int, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks of each stage in a split whose stages differ by at most one block.
+    """Return the number of blocks in each stage if ``blocks`` are split over ``stages`` as evenly as possible.
 
     Example:
         >>> equal_split(8, 3)

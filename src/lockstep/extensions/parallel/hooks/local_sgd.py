@@ -54,7 +54,7 @@ def group_of(members: list[int], group: comm.Group = None) -> Any:
 
 @contextlib.contextmanager
 def _without_split() -> Iterator[None]:
-    """Let groups created in the context connect on their own instead of splitting the default communicator."""
+    """In the context, make new groups connect on their own instead of splitting the default communicator."""
     # torch splits it if the default group is bound to a device, and all ranks would have to call that
     default: Any = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
@@ -140,7 +140,7 @@ class PostLocalSGDState:
         return {"iteration": self.iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the result of :meth:`state_dict`.
+        """Restore the number of rounds from the result of :meth:`state_dict`.
 
         Args:
             state: a saved state, from any rank.
