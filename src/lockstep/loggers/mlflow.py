@@ -117,7 +117,7 @@ class MLFlowLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The ``MlflowClient``. The first read creates the run. On ranks other than 0, a dummy that accepts any call."""
+        """The ``MlflowClient``. The first read creates the run. On ranks other than 0, a dummy object."""
         if self._client is None:
             import mlflow
             from mlflow.environment_variables import MLFLOW_TRACKING_URI

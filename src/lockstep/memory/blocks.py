@@ -68,7 +68,7 @@ def blocks_by(policy: Policy, root: nn.Module, alone: bool = True) -> list[nn.Mo
 
 
 def _by_function(policy: Callable[..., bool], module: nn.Module) -> tuple[list[nn.Module], int]:
-    """Return (layers, count): the layers that a policy function selects, and the number of parameter elements elsewhere.
+    """Return (layers, count): the layers that a policy function selects, and the number of other parameter elements.
 
     The policy is called as in torch's first FSDP: should it descend into a layer, and should the rest be a group?
     """
