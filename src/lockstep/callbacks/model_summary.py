@@ -90,7 +90,7 @@ NUMBERS = ("Params", "FLOPs", "In sizes", "Out sizes")
 
 
 def choose_model_summary(callbacks: list[Any]) -> ModelSummary:
-    """Return a Trainer's default summary: a RichModelSummary if ``callbacks`` contain a RichProgressBar."""
+    """Return a RichModelSummary if ``callbacks`` contain a RichProgressBar, else a ModelSummary."""
     # a run without that bar does not load its file
     loaded = sys.modules.get("lockstep.callbacks.progress.rich")
     is_rich = loaded is not None and any(isinstance(one, loaded.RichProgressBar) for one in callbacks)

@@ -12,7 +12,7 @@ from lockstep.ground import comm
 
 
 def span(numel: int, rank: int, world: int) -> tuple[int, int]:
-    """Return the start and length of a rank's range if ``numel`` elements are split evenly over ``world`` ranks.
+    """Return (start, length) of a rank's range if ``numel`` elements are split evenly over ``world`` ranks.
 
     Example:
         >>> [span(5, rank, 3) for rank in range(3)]

@@ -1,4 +1,4 @@
-"""Checkpoints that omit frozen weights, and identify them by hashes that do not depend on sharding."""
+"""Checkpoints that omit frozen weights and contain hashes of the omitted weights, independent of the sharding."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _Version:
 
 
 class FrozenBase:
-    """The parameters that are frozen when a fit starts, and that checkpoints omit while they stay unchanged.
+    """Tracker of the parameters that are frozen when a fit starts. Checkpoints omit those that stay unchanged.
 
     Args:
         module: the module at the start of the fit.
@@ -156,7 +156,7 @@ def base_name(module: nn.Module) -> str:
 
 
 def _describe(parameters: Mapping[str, Tensor], hashes: Sequence[int | None], base: str) -> dict[str, Any]:
-    """Describe the omitted parameters by hashes, names and dtypes, by which `check` recognizes the base."""
+    """Return a dict that describes the omitted parameters, by which `check` recognizes the base weights."""
     return {
         "of": base,
         "hashes": torch.tensor(hashes, dtype=torch.int64),
@@ -198,7 +198,7 @@ def without(state: Mapping[str, Any], absent: Collection[str]) -> dict[str, Any]
 
 
 def absent_of(checkpoint: Mapping[str, Any], module: nn.Module) -> list[str] | None:
-    """Return the names of the module's parameters that a checkpoint omits; None for a complete checkpoint."""
+    """Return the names of the module's parameters that a checkpoint omits, or None for a complete checkpoint."""
     if _description(checkpoint) is None:
         return None
     there = checkpoint["state_dict"]
@@ -208,7 +208,7 @@ def absent_of(checkpoint: Mapping[str, Any], module: nn.Module) -> list[str] | N
 
 
 def base_of(checkpoint: Mapping[str, Any]) -> str | None:
-    """Return the name of the base weights that a checkpoint omits; None for a complete checkpoint."""
+    """Return the name of the base weights that a checkpoint omits, or None for a complete checkpoint."""
     record = _description(checkpoint)
     return None if record is None else str(record.get("of"))
 

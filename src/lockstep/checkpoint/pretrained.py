@@ -71,7 +71,7 @@ NOT_FILLED = (
 
 
 class WeightFiles:
-    """A reader of a folder of safetensors; the constructor reads only the files' headers.
+    """Reader of a folder of safetensors files. The constructor reads only the files' headers.
 
     Args:
         folder: a folder with one file, or with an index and the parts that it names.
@@ -104,7 +104,7 @@ class WeightFiles:
                 raise CorruptCheckpoint(DAMAGED.format(folder=str(self.folder), name=path.name, error=error)) from None
 
     def _parts(self) -> dict[Path, Collection[str] | None]:
-        """Map each weight file to the names of its tensors in the index; to None if the folder has no index."""
+        """Return a dict from each weight file to its tensors' names in the index, or to None if there is no index."""
         folder, one = str(self.folder), self.folder / ONE_FILE
         # before an index, as in `from_pretrained`: a model that was once saved in parts leaves its index
         if one.is_file():
@@ -153,7 +153,7 @@ def _refuse_quantized(folder: Path) -> None:
 
 @dataclass
 class Loading:
-    """The tensors that one call of `load_pretrained` still has to load.
+    """Progress of one call of `load_pretrained`: the names of the tensors that are still to be loaded.
 
     Attributes:
         files: reader of the folder.
@@ -170,7 +170,7 @@ class Loading:
         return self
 
     def check_done(self) -> None:
-        """Raise if tensors are still to be loaded, because their layers have been replaced.
+        """Raise if any tensor was not loaded because its layer has been replaced.
 
         Raises:
             MisconfigurationException: the message names the tensors.
@@ -184,7 +184,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Source:
-    """Source of one tensor in the model: names in a folder's files, and a conversion if needed.
+    """Reader of one tensor of the model from a folder's files, with a conversion if needed.
 
     Attributes:
         loading: the call of `load_pretrained`.
@@ -287,7 +287,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, ignore_mismatched_s
 
 
 def _keep_dtypes(model: Any, places: Mapping[str, Place]) -> None:
-    """Convert to float32 the tensors that transformers keeps in float32 in a model of any dtype.
+    """Convert to float32 those tensors that must be float32 in a transformers model of any dtype.
 
     These are computed buffers (rotary tables, for example), and tensors that the model's class names.
     """
@@ -335,7 +335,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def _sources(model: nn.Module, loading: Loading, places: Mapping[str, Place]) -> tuple[dict[str, Source], list[str]]:
-    """Return a source for each tensor in the model, and the names in the folder that the model lacks."""
+    """Return (sources, unexpected): a source for each model tensor in the folder, and the names of other tensors."""
     if is_of_transformers(model):
         return _as_transformers(model, loading, places)
     keys = loading.files.shapes
@@ -374,7 +374,7 @@ def _as_transformers(model: Any, loading: Loading, places: Mapping[str, Place]) 
 
 
 def _loader(model: Any, folder: str) -> tuple[Any, list[Any]]:
-    """Return transformers' module for loading weights, and its renamings and conversions for a model."""
+    """Return (transformers' module for loading weights, list of its renamings and conversions for a model)."""
     try:
         loader = importlib.import_module("transformers.core_model_loading")
         return loader, importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
@@ -441,7 +441,7 @@ def _refuse_other_shapes(
 
 
 def _resolve_ties(model: nn.Module, found: dict[str, Source], places: Mapping[str, Place]) -> list[str]:
-    """Assign one source to all names of a tied tensor; return the first name of each tensor without a source.
+    """Assign one source to all names of a tied tensor. Return the first name of each tensor without a source.
 
     Tied names with different values in the files are untied, as in ``from_pretrained``.
     """
@@ -464,7 +464,7 @@ def _resolve_ties(model: nn.Module, found: dict[str, Source], places: Mapping[st
 
 
 def _are_equal(one: Source, other: Source) -> bool:
-    """Return True if two tensors in the files are equal; they are compared piece by piece to save memory."""
+    """Return True if two tensors in the files are equal. Compare them piece by piece to save memory."""
     if one.shape != other.shape or one.conversion is not None or other.conversion is not None:
         return False
     if not one.shape:
@@ -489,7 +489,7 @@ def _untie(model: Any, first: str, name: str, places: Mapping[str, Place]) -> No
 
 
 def _reported_names(model: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
-    """Remove missing and unexpected names that ``from_pretrained`` would not report for this model."""
+    """Return (missing, unexpected) without the names that ``from_pretrained`` would not report for this model."""
     if not is_of_transformers(model):
         return missing, unexpected
     info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
@@ -512,7 +512,7 @@ def _warn(loading: Loading, missing: list[str], unexpected: list[str]) -> None:
 
 
 def shown(names: Sequence[str], show: Callable[[str], str] = repr) -> str:
-    """Join the first `SHOWN` names of a list, followed by the number of names left out."""
+    """Join the first `SHOWN` names of a list for a message, and append the number of further names."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(show(name) for name in names[:SHOWN]) + more
 
@@ -558,7 +558,7 @@ def planned_ids(module: nn.Module) -> set[int]:
 
 
 def forget(module: nn.Module) -> None:
-    """Mark all layers of a module as loaded; raise if other layers, now replaced, were still to be loaded.
+    """Mark all tensors of a module as loaded. Raise if tensors of layers that were replaced have not been loaded.
 
     Raises:
         MisconfigurationException: layers that were still to be loaded have been replaced.

@@ -1,4 +1,4 @@
-"""Differences between the ranks' replicas of a model: buffers, synchronized layers, and local steps."""
+"""ModelCopies: tracks differences between the ranks' replicas of a model, and makes the replicas equal again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Diverged(Protocol):
-    """This rank's own weights, while the ranks' weights differ."""
+    """Interface to switch between this rank's own weights and the mean over ranks, while weights differ."""
 
     @property
     def shown(self) -> bool:
@@ -33,7 +33,7 @@ class Diverged(Protocol):
 
 
 class LocalSteps(Protocol):
-    """Optimizer steps with gradients averaged over only some ranks; weights differ until they are averaged over all."""
+    """Interface to a fit's local steps, which average gradients over some ranks only, so that weights differ."""
 
     @property
     def differ(self) -> bool:
@@ -41,7 +41,7 @@ class LocalSteps(Protocol):
 
     @property
     def apart(self) -> Diverged:
-        """This rank's own weights."""
+        """Object that switches between this rank's own weights and the mean over the ranks."""
 
     def averaged_ranks(self) -> Sequence[int]:
         """Return the ranks, including this one, over which the next gradient reduction averages."""
@@ -54,7 +54,7 @@ class LocalSteps(Protocol):
 
 
 class Partitioned(Protocol):
-    """A model that is partitioned over the ranks during a fit."""
+    """Interface to a model that is partitioned over the ranks during a fit."""
 
     def gather(self) -> None:
         """Gather the complete model on each rank. Collective."""
@@ -88,7 +88,7 @@ class ModelCopies:
     # -- called by an engine
 
     def watch_buffers(self, module: nn.Module, synchronize: bool) -> None:
-        """Start each window with rank 0's buffers, if ``synchronize`` is True and the module has buffers."""
+        """Make each window start with rank 0's buffers, if ``synchronize`` is True and the module has buffers."""
         self.buffers = None
         if synchronize and any(True for _ in module.buffers()):
             from lockstep.engines.buffers import WindowBuffers  # replicas alone need it
@@ -114,7 +114,7 @@ class ModelCopies:
             self.buffers = self.buffers if self.own_buffers(module) else None
 
     def forward_begins(self) -> None:
-        """Set buffers to rank 0's if a window's first training forward follows. Collective in that case."""
+        """Before a window's first training forward, copy rank 0's buffers to all ranks. Collective in that case."""
         if self.buffers is not None:
             if self.buffers.due:
                 self.buffers.align()
@@ -144,7 +144,7 @@ class ModelCopies:
 
     @contextmanager
     def one_model(self) -> Iterator[None]:
-        """Set every rank's model to the one that checkpoints save, and restore each rank's own after the block.
+        """In the context, give every rank the model that checkpoints save. Afterwards, restore each rank's own model.
 
         The checkpoint's model has rank 0's buffers; under local steps it is the mean over the ranks. Collective.
         """

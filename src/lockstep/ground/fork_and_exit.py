@@ -74,7 +74,7 @@ class _Collector:
             gc.enable()
 
     def freeze_in_child(self) -> None:
-        """In the child, freeze the parent's objects, and enable the collector if it was enabled before the fork."""
+        """In the child, exempt the parent's objects from collection, and re-enable the collector if it was enabled."""
         gc.freeze()
         self.enable()
 
@@ -116,7 +116,7 @@ def wait_for_torch_threads(quiet: float = 0.0002, patience: float | None = None)
 
 
 def _asleep() -> dict[str, bytes] | None:
-    """Return how many times each of torch's threads went to sleep, by thread id; None if one is awake."""
+    """Return how often each of torch's threads has gone to sleep, by thread id. Return None if any is awake."""
     found = {}
     for thread in os.listdir("/proc/self/task"):
         # torch also names this one, in processes that it has started.

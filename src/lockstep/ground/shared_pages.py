@@ -28,7 +28,7 @@ would never end.
 
 
 class Pages(NamedTuple):
-    """Memory that several processes have mapped, initially zero."""
+    """Memory that is shared by several processes and initially zero, with the handle of its open file."""
 
     memory: mmap.mmap
     handle: int  #: the open file. Locks on it belong to this process, and end when any handle on the file is closed.
@@ -150,7 +150,7 @@ def _make(make: Callable[[], tuple[int, str]], size: int) -> tuple[int, _PageFil
 
 
 def _unnamed() -> tuple[int, str]:
-    """Create a file in anonymous memory, which disappears with its processes and is not limited by /dev/shm."""
+    """Create a file in anonymous memory, which is freed when its processes end and is not limited by /dev/shm."""
     if not hasattr(os, "memfd_create") or not space():
         raise OSError("this system does not support anonymous memory files")
     handle = os.memfd_create(f"lockstep-{secrets.token_hex(8)}")

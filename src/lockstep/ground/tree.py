@@ -126,7 +126,7 @@ def plain(value: object) -> Any:
 
 
 def classes_in(value: object, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Yield the path and class of each object in `value` that can be rebuilt from its class and its result of `plain`.
+    """Yield (path, class) for each object in `value` that can be rebuilt from its class and the output of `plain`.
 
     Yields:
         The path of the object in the plain form, and ``"module:name"`` of its class. A path consists of keys, indices
@@ -152,7 +152,7 @@ def classes_in(value: object, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def is_rebuildable(kind: type) -> bool:
-    """Return True if objects of a class can be rebuilt from the result of `plain`."""
+    """Return True if objects of a class can be rebuilt from the output of `plain`."""
     return (
         dataclasses.is_dataclass(kind)
         or issubclass(kind, (Enum, PurePath))
@@ -221,7 +221,7 @@ def _other(value: object, keys: tuple[Any, ...]) -> Any:
 
 
 def can_be_read_back(value: object) -> bool:
-    """Return True if ``torch.load(weights_only=True)`` can read `value`, by saving and loading it."""
+    """Save and load `value`. Return True if ``torch.load(weights_only=True)`` can read it."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -241,7 +241,7 @@ def described(value: object) -> str:
 
 
 def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors in nested dicts, lists, tuples and sets, and in the attributes of other objects."""
+    """Yield the tensors in nested containers and in the attributes of other objects, down to ``depth`` levels."""
     # Objects may refer to one another in a circle.
     seen: set[int] = set()
 

@@ -117,7 +117,7 @@ class MLFlowLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The ``MlflowClient``, after creating the run; on ranks other than 0 an object that accepts any call."""
+        """The ``MlflowClient``. The first read creates the run. On ranks other than 0, a dummy object."""
         if self._client is None:
             import mlflow
             from mlflow.environment_variables import MLFLOW_TRACKING_URI
@@ -165,7 +165,7 @@ class MLFlowLogger(Logger):
 
     @property
     def name(self) -> str | None:
-        """Id of the experiment, as in Lightning."""
+        """Id (not the name) of the MLflow experiment, as in Lightning."""
         return self.experiment_id
 
     @property

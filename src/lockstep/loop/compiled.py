@@ -90,7 +90,7 @@ def to_uncompiled(model: nn.Module) -> LightningModule:
 
 
 def unwrapped(model: object) -> object:
-    """Return the LightningModule inside a compiled ``model``; any other ``model`` is returned unchanged."""
+    """Return the LightningModule inside a compiled ``model``. Return any other ``model`` unchanged."""
     return from_compiled(model) if is_compiled(model) and isinstance(model._orig_mod, LightningModule) else model
 
 

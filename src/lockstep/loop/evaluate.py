@@ -39,7 +39,7 @@ NOTHING_PREDICTED = (
 
 
 class EvaluationLoop:
-    """Runs validation, test or prediction: one pass over the loaders of the stage.
+    """Loop that runs validation, test or prediction: one pass over the loaders of the stage.
 
     As pseudo-code::
 
@@ -73,12 +73,12 @@ class EvaluationLoop:
 
     @property
     def num_batches(self) -> list[int | float]:
-        """Number of this rank's batches in each loader, limited by ``limit_*_batches``."""
+        """List of the number of this rank's batches in each loader, limited by ``limit_*_batches``."""
         return self.feed.num_batches if self.feed is not None else []
 
     @property
     def num_batches_by_loader(self) -> list[int | float]:
-        """Number of batches in each loader, also if the loaders are read together by a CombinedLoader."""
+        """List of the number of batches in each loader, also if a CombinedLoader reads the loaders together."""
         return self.feed.by_loader if self.feed is not None else []
 
     def run(
@@ -214,7 +214,7 @@ class EvaluationLoop:
         return _by_loader(values, len(self.feed.num_batches))
 
     def _pad(self, step: Callable[..., Any], position: tuple[Any, int, int], takes: int, transfer: Transfer) -> None:
-        """Run a step on a padding batch, because forwards on ranks that still have batches need this rank."""
+        """Run a step on a padding batch, because forwards on other ranks communicate with this rank."""
         session, results = self.session, self.session.results
         batch, batch_idx, loader = position
         with padding(session):
@@ -224,7 +224,7 @@ class EvaluationLoop:
             results.muted = False
 
     def _steps(self, step_name: str, sanity_steps: int = 0) -> Iterator[tuple[Any, int]]:
-        """Run the stage's step over the loaders; yield (output, dataloader_idx) for each batch."""
+        """Run the stage's step on the batches of all loaders, and yield (output, dataloader_idx) for each batch."""
         session, feed, hooks, name = self.session, self.feed, self.session.hooks, self.name
         assert feed is not None
         module, results = session.module, session.results
@@ -278,7 +278,7 @@ class EvaluationLoop:
             results.end_loader(loader)
 
     def _batches(self, feed: EvaluationFeed) -> Iterator[tuple[Any, int, int, float, bool]]:
-        """Yield this rank's batches as tuples, whose last item is True for a padding batch (see `loop/padding.py`)."""
+        """Return an iterator over this rank's (batch, batch_idx, dataloader_idx, weight, is_padding)."""
         strategy = self.session.strategy
         if strategy.runs_padding and strategy.world_size > 1:
             return in_step(feed, strategy)

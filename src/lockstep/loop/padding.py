@@ -1,4 +1,4 @@
-"""Padding batches, which a rank without samples runs. After each padding batch, the module's state is restored.
+"""Padding batches for ranks without samples. After each padding batch, the module's state is restored.
 
 Manual optimization runs ``training_step`` on every rank, even if a rank has no samples of a batch: the rank then gets a
 sample of another rank. An engine whose forwards communicate needs padding batches in evaluations too. Restored
@@ -119,7 +119,7 @@ def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None
 
 
 class _SeenObjects(dict[int, Any]):
-    """Visited objects by id. References keep the objects alive, so that no other object gets the same id.
+    """Dict of visited objects by id. It keeps the objects alive, so that no other object gets the same id.
 
     Args:
         package: package of the user's module, whose objects are visited.
@@ -130,7 +130,7 @@ class _SeenObjects(dict[int, Any]):
         self.package = package
 
     def is_users(self, value: object) -> bool:
-        """Return True if the class of ``value`` is from the user's package, so its attributes are restored too."""
+        """Return True if ``value`` has a class from the user's package. Attributes of such objects are restored."""
         kind = type(value)
         own = kind.__module__.partition(".")[0] == self.package and self.package not in ("lockstep", "torch")
         return own and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))

@@ -62,13 +62,13 @@ class FitSignals(Protocol):
     """Number of the received signal, -1 if a save is due, or 0."""
 
     def request(self) -> None:
-        """Raise this rank's flags for a received signal, so that all ranks handle the signal."""
+        """Set this rank's flags for a received signal, so that all ranks handle the signal."""
 
     def act(self) -> None:
         """Handle a received signal, or save if a save was requested. Collective."""
 
     def epoch_ended(self) -> None:
-        """Request a save at the end of an epoch if the run needs one."""
+        """At the end of an epoch, request a save if a save is due."""
 
 
 @dataclass
@@ -143,7 +143,7 @@ class RunLoaders:
         return hook
 
     def check_reload(self, every: int) -> None:
-        """Warn if loaders should be reloaded but were passed as objects."""
+        """Warn if loaders should be reloaded every few epochs but were passed as objects, which cannot be recreated."""
         given = [f"{stage}_dataloaders" for stage, loaders in self.given.items() if loaders is not None]
         if every and given:
             rank_zero_warn(
@@ -156,7 +156,7 @@ class RunLoaders:
         return self.given.get(stage) is not None or self.hook(stage) is not None
 
     def request(self, stage: str) -> Any:
-        """Return the passed loaders of a stage, or else the result of its hook; None if there is neither."""
+        """Return a stage's loaders: those passed to the call, or else the hook's. Return None if there are none."""
         hook = self.hook(stage)
         return self.given.get(stage) if hook is None else hook()
 
@@ -271,13 +271,13 @@ class Session:
             vars(self).pop(name, None)
 
     def branch(self, **changes: object) -> Session:
-        """Return a shallow copy of the session with some attributes replaced."""
+        """Return a shallow copy of the session in which ``changes`` replace attributes."""
         made = object.__new__(Session)  # `__init__` would make new counters
         vars(made).update(vars(self), **changes)
         return made
 
     def interrupt(self, by: str | None) -> None:
-        """Request that the call, and a trial inside it, end as soon as possible; ``by=None`` cancels the request."""
+        """Request that the call, and a trial inside it, end as soon as possible. ``by=None`` cancels the request."""
         self.interruption = by
         self.should_stop = self.should_stop or by is not None
         if self.inner is not None:
@@ -295,7 +295,7 @@ class Session:
     # -- callbacks and loggers -----------------------------------------------------------------------------
 
     def keep_callbacks(self) -> None:
-        """Keep changes that the user has made to ``trainer.callbacks`` since the last call, for all later calls."""
+        """Apply the user's changes to ``trainer.callbacks`` since the last call to all later calls."""
         # by identity, since a user's callback may define `__eq__`
         shown, now = [*map(id, self.callbacks_at_setup)], [*map(id, self.callbacks)]
         if shown == now:
@@ -379,13 +379,13 @@ class Session:
     # -- logged values -------------------------------------------------------------------------------------
 
     def collect_in(self, results: LogCollector) -> LogCollector:
-        """Replace the collector of logged values; return the previous collector."""
+        """Replace the collector of logged values with ``results``, and return the previous collector."""
         before, self.results = self.results, results
         self.hooks.results = results
         return before
 
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Return the newest value of each logged name: this rank's value until it is reduced over the ranks."""
+        """Return the newest value of each logged name. Values not yet reduced over the ranks are this rank's own."""
         self.show_logged("callback")
         return self.published.callback
 
@@ -414,7 +414,7 @@ class Session:
 
     @property
     def lacks_metrics(self) -> str | None:
-        """Reason why this epoch's metrics may be missing although the user logs them, or None; same on all ranks."""
+        """Reason why metrics that the user logs may be missing in this epoch, or None. The same on all ranks."""
         if self.fit.resume.cut_epoch is not None:
             return "The epoch ended before its last batch"
         if self.fit.resume.lacks_logged:
@@ -425,7 +425,7 @@ class Session:
 
     @property
     def stop_requested(self) -> bool:
-        """True if the ranks have agreed that one of them requested a stop."""
+        """True if the ranks have agreed that at least one rank requested a stop."""
         return self.should_stop if self.world_size == 1 else self.agreement.is_up(self.stop_flag)
 
     @property
@@ -436,7 +436,7 @@ class Session:
         return self.agreement.is_up(self.interrupt_flag)
 
     def request_stop(self) -> None:
-        """Raise this rank's flags for a requested stop, a received signal and an interruption."""
+        """Set this rank's flag for each pending reason to stop: a requested stop, a signal or an interruption."""
         if self.signals is not None and self.signals.requested:
             self.signals.request()
         if self.should_stop:
@@ -445,7 +445,7 @@ class Session:
             self.agreement.request(self.interrupt_flag)
 
     def agree_on_stop(self) -> None:
-        """Determine at the end of a window if any rank has set ``should_stop``. Collective."""
+        """At the end of a window, determine whether any rank has set ``should_stop``. Collective."""
         # a flag that is up is the same on all ranks, so all skip the message together
         if not self.agreement.is_up(self.stop_flag):
             self.request_stop()
@@ -453,7 +453,7 @@ class Session:
 
     @does("agreeing on a stop")
     def agree_on_ending(self) -> None:
-        """Determine between windows if any rank has requested a stop or was interrupted. Collective."""
+        """Between windows, determine whether any rank has requested a stop or was interrupted. Collective."""
         if self.world_size > 1:
             self.request_stop()
             self.agreement.now(self.stop_flag)

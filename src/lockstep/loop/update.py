@@ -1,4 +1,4 @@
-"""Update, which prepares the gradients of an accumulation window for the optimizer and steps schedulers."""
+"""Update: prepares the gradients of an accumulation window for the optimizer, and steps the schedulers."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class Update:
         self._fit.weights, self.unweighed = None, False
 
     def end_window(self, batch_idx: int, updated: bool) -> None:
-        """Count the update and step the schedulers; an update that was skipped or had no batch does not count."""
+        """Count the update, unless it was skipped or the window had no batch, and step the schedulers that are due."""
         self.had_batch = self.had_batch or updated
         updated = updated and not self._strategy.left_out
         updated = updated and (self._scaler is None or not self.watch.left_out)
@@ -224,7 +224,7 @@ class Update:
         return mean
 
     def _step_for_user(self, optimizer: Optimizer, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
-        """Implement ``LightningOptimizer.step``; return the result of the closure."""
+        """Step an optimizer for ``LightningOptimizer.step``, and return the result of the closure."""
         if not self.module.automatic_optimization:
             # the hook runs when gradients are complete: after the user's closure
             own = closure

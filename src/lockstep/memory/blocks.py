@@ -12,7 +12,7 @@ Policy = Collection[type[nn.Module]] | Callable[..., bool]
 
 
 def find_blocks(root: nn.Module) -> list[nn.Module]:
-    """Return a model's outermost repeated blocks, which are sibling layers of the same class that contain layers.
+    """Return a model's outermost repeated blocks: sibling layers of the same class that contain other layers.
 
     Example:
         >>> layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 3)
@@ -35,7 +35,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def blocks_by(policy: Policy, root: nn.Module, alone: bool = True) -> list[nn.Module]:
-    """Return the layers below ``root`` that a policy selects, inner ones first.
+    """Return the layers below ``root`` that a policy selects, inner layers first.
 
     Args:
         policy: classes, or a function.
@@ -68,7 +68,7 @@ def blocks_by(policy: Policy, root: nn.Module, alone: bool = True) -> list[nn.Mo
 
 
 def _by_function(policy: Callable[..., bool], module: nn.Module) -> tuple[list[nn.Module], int]:
-    """Return the layers that a policy function selects, and the number of parameter elements outside of these layers.
+    """Return (layers, count): the layers that a policy function selects, and the number of other parameter elements.
 
     The policy is called as in torch's first FSDP: should it descend into a layer, and should the rest be a group?
     """
@@ -91,7 +91,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _shared(root: nn.Module, block: nn.Module) -> tuple[str, str] | None:
-    """Return both names of a parameter that a block shares with a layer outside the block; None if there is none."""
+    """Return (name in the block, name outside) of a parameter that a block shares with other layers, or None."""
     inside = {id(layer) for layer in block.modules()}
     own = {id(p): name for name, p in block.named_parameters()}
     for prefix, layer in root.named_modules():

@@ -69,7 +69,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def _key(tensor: Tensor) -> tuple[int, int]:
-    """Return a number that identifies a tensor's storage, and the storage's size in bytes."""
+    """Return (key, size): a number that identifies a tensor's storage, and the storage's size in bytes."""
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # a subclass that wraps other tensors
@@ -78,7 +78,7 @@ def _key(tensor: Tensor) -> tuple[int, int]:
 
 
 def bytes_by_kind(held: Mapping[str, Iterable[Tensor]], device: str) -> tuple[dict[str, int], int]:
-    """Return the bytes of each kind of memory on devices of type ``device``, and the sum on devices of other types.
+    """Return (by_kind, other): bytes of each kind of memory on devices of type ``device``, and all other bytes.
 
     Args:
         held: tensors by kind; a tensor may occur several times. A storage counts for the first kind in which it
@@ -181,7 +181,7 @@ class Activations:
 
     @contextmanager
     def _pausing(self, message: str) -> Iterator[None]:
-        """Disable saved-tensor hooks as torch's function does, after removing this object's own hooks for the block."""
+        """In the context, remove this object's saved-tensor hooks, then disable such hooks as torch's function does."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         mine = top is not None and top[0] == self._pack
         if mine:
@@ -198,7 +198,7 @@ class Activations:
         self._kept.clear()
 
     def record_peak(self) -> None:
-        """Record the bytes that are saved now as the peak, if they exceed the previous peak."""
+        """Record the bytes of the activations that are saved now as the peak, if they exceed the previous peak."""
         self._grows = False
         # autograd saves parameters too, which are counted as parameters
         gathered = dict(_key(part) for tensor in self._gathered() for part in parts_of(tensor))

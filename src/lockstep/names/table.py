@@ -63,7 +63,7 @@ def moved() -> dict[str, str]:
 
 @functools.cache
 def table() -> dict[str, Modules]:
-    """Return the table's sections, with a row for each name. Section ``pytorch`` joins ``today`` and ``earlier``."""
+    """Return each section of the table as a dict of modules. Section ``pytorch`` merges ``today`` and ``earlier``."""
     found = {name: section for name, section in _read().items() if name not in ("reasons", "moved")}
     reasons = _read()["reasons"]
     today = _modules(found["today"], reasons, {})
@@ -77,7 +77,7 @@ def table() -> dict[str, Modules]:
 
 
 def _modules(section: Mapping[str, str | Mapping[str, str]], reasons: Mapping[str, str], others: Modules) -> Modules:
-    """Expand a section, so that each name of each module has its own row."""
+    """Return a section of the table with abbreviations expanded to one row for each name of each module."""
     found: Modules = {}
     for path, given in section.items():
         if isinstance(given, str):
@@ -101,7 +101,7 @@ def _row(text: str, reasons: Mapping[str, str]) -> Row:
 
 
 def refusal(module: str, name: str) -> Refused | None:
-    """Return the reason why a name, or its whole module, is refused; None if it is not.
+    """Return the reason why a name or its whole module is refused. Return None if the name is not refused.
 
     Args:
         module: path of the module below ``lockstep``.
@@ -114,7 +114,7 @@ def refusal(module: str, name: str) -> Refused | None:
 
 @functools.cache
 def former_methods(kind: str) -> dict[str, str]:
-    """Return the replacements for methods that Lightning has removed, by name.
+    """Return a dict from the methods that Lightning has removed to their replacements.
 
     ``kind`` is the kind of object: "module", "callback", "strategy" or "precision".
     """

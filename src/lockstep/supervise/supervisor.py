@@ -67,12 +67,12 @@ Handlers = dict[str, Callable[[Any], object]]
 
 
 def _codes(number: int) -> tuple[int | None, ...]:
-    """Return the exit codes that a process may have if a signal has ended it. None stands for an unknown code."""
+    """Return the possible exit codes of a process that signal ``number`` has ended. None stands for an unknown code."""
     return None, -number, 128 + number
 
 
 class Supervisor:
-    """Supervisor of a node's ranks, from their start until the last has ended.
+    """Supervisor of a node's ranks, from the ranks' start until the last rank has ended.
 
     Args:
         channel: channel to local rank 0.
@@ -220,7 +220,7 @@ class Supervisor:
         return next((note["code"] for note in self._mailbox.others("left") if note["left"] == rank), None)
 
     def _is_excused(self, rank: int, code: int | None) -> bool:
-        """Return True if a signal that a scheduler sent to all ranks ended this rank. Its end is then not a failure."""
+        """Return True if a rank was ended by a signal that a scheduler sent to all ranks, which is not a failure."""
         if self._starts_ranks or self._first is not None:
             return False
         # the same signal may not have arrived here yet
@@ -232,7 +232,7 @@ class Supervisor:
         return True
 
     def _is_ended_by(self, number: int, code: int | None) -> bool:
-        """Return True if a signal that this supervisor has also received explains a rank's exit code.
+        """Return True if signal ``number`` explains a rank's exit code and this supervisor has received the signal too.
 
         Before any rank has joined the process group, the signal explains every exit code.
         """
@@ -421,17 +421,17 @@ class Supervisor:
     # -- other nodes -------------------------------------------------------------------------------------------
 
     def _on_hub(self, what: tuple[int, Message]) -> None:
-        """Open the hub, and send its port and token to local rank 0."""
+        """Open the hub that connects the nodes, and send the hub's port and token to local rank 0."""
         port, token = self._nodes.open(what[1]["address"])
         self._channel.send({"do": "hub", "port": port, "token": token})
 
     def _on_join(self, what: tuple[int, Message]) -> None:
-        """Connect to the hub at the address from local rank 0."""
+        """Connect to the nodes' hub at the address that local rank 0 has sent."""
         message = what[1]
         self._nodes.join(message["address"], message["port"], message["token"])
 
     def _follow(self, decided: Decision) -> None:
-        """Handle the nodes' decision on the first cause: end this node's ranks, unless only this node has the cause."""
+        """Handle the nodes' decision on the first cause. End this node's ranks unless only this node has the cause."""
         if self._nodes.is_elsewhere:
             self._mailbox.leave({"first": decided.words, "rank": decided.rank})
             self._thread(self._processes.wind_up, time.monotonic() - GRACE / 4)
@@ -514,7 +514,7 @@ class Supervisor:
         )
 
     def _cause(self, printed: set[int], folded: set[int], notes: list[Cause]) -> tuple[First | None, bool]:
-        """Return the first cause from this node's records, and whether its traceback was printed.
+        """Return (cause, is_printed): the first cause from this node's records, and True if its traceback was printed.
 
         Args:
             printed: ranks that have printed their tracebacks.
@@ -609,7 +609,7 @@ def _nothing(what: object) -> None:
 
 
 def _may_be_gloos(cause: First | None) -> TypeGuard[Ended]:
-    """Return True if gloo may have aborted a process, as it does if ranks pass tensors of different sizes."""
+    """Return True if the cause may be an abort by gloo, which occurs if ranks pass tensors of different sizes."""
     return isinstance(cause, Ended) and cause.code in (None, -signal.SIGABRT)
 
 

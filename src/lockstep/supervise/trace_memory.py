@@ -57,7 +57,7 @@ _NUMBER = 40
 
 
 def passed(before: int, number: int, count: int) -> int:
-    """Return a hash of the points at which collectives of a group have bypassed the trace.
+    """Return an updated hash of the points at which collectives of a group have bypassed the trace.
 
     Ranks with the same history have equal hashes.
 
@@ -120,7 +120,7 @@ class Note:
 
     @property
     def inside(self) -> bool:
-        """True if the rank has not left the call."""
+        """True if the rank's call of the collective has not returned yet."""
         return self.left is None
 
     @property
@@ -218,7 +218,7 @@ class TraceMemory:
             return number
 
     def watched(self) -> None:
-        """Record the current time as that of the last check for collectives that devices have completed."""
+        """Record the current time as the time of the last check for collectives that devices have completed."""
         self._times[_WATCHED] = time.monotonic()
 
 
@@ -287,7 +287,7 @@ def offer() -> str:
 
 
 class Reading:
-    """The trace of another process. It is opened while that process runs, and stays readable after its end.
+    """Reader of another process's trace. Open it while that process runs; it works after that process has ended.
 
     Args:
         address: return value of the process' `offer`.
@@ -327,7 +327,7 @@ class Reading:
         return bool(time.monotonic() - at < 2 * LAG)
 
     def newest(self, most: int = 8) -> list[Note]:
-        """Return the notes of the newest collectives, the newest first."""
+        """Return the notes of the ``most`` newest collectives, the newest first."""
         return self.notes(self.count - most + 1)[::-1]
 
     def notes(self, first: int) -> list[Note]:

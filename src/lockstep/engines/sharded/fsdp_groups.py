@@ -34,7 +34,7 @@ _RAW_GRADIENT: Any = torch.Tensor.grad
 
 
 def own_gradient(gathered: Tensor) -> Tensor | None:
-    """Return the gradient that this rank's backwards have accumulated in a gathered parameter."""
+    """Return the gradient that this rank's backwards have accumulated in a gathered parameter, or None."""
     gradient: Tensor | None = _RAW_GRADIENT.__get__(gathered)
     return gradient
 
@@ -68,7 +68,7 @@ def waiting_gradient(param: FSDPParam) -> Tensor | None:
 
 
 def set_waiting_gradient(param: FSDPParam, gradient: Tensor | None) -> None:
-    """Set or remove the gradient that `waiting_gradient` returns; the parameter must have been gathered before."""
+    """Set or remove the gradient that `waiting_gradient` returns. The parameter must have been gathered before."""
     gathered = getattr(param, "_unsharded_param", None)
     is_attribute = not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property)
     if is_attribute:

@@ -50,7 +50,7 @@ ELSEWHERE = ("nodes", "memory", "link", "chip")
 
 
 class _Planned(BaseException):
-    """Exception that ends a script once the plan is made; a BaseException, to pass through ``except Exception``."""
+    """Exception that ends a script once the plan is made. The script's ``except Exception`` does not catch it."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -152,7 +152,7 @@ def _run(script: list[str], fit: Any, elsewhere: bool) -> Plan:
 
 @contextmanager
 def _without_memory(elsewhere: bool) -> Iterator[None]:
-    """If ``elsewhere``, move parameters to the meta device as they are registered, so that they need no memory."""
+    """For a plan for other hardware (``elsewhere``), move parameters to the meta device when they are registered."""
 
     def place(module: nn.Module, name: str, parameter: Parameter | None) -> Parameter | None:
         if parameter is None or parameter.is_meta or isinstance(parameter, UninitializedParameter):

@@ -205,7 +205,7 @@ def zero_keys() -> list[str]:
 
 
 def uses_checkpointing(module: torch.nn.Module) -> bool:
-    """Return True if a layer's ``forward`` names ``deepspeed.checkpointing`` or its function ``checkpoint``."""
+    """Return True if the code of any layer's ``forward`` refers to ``deepspeed.checkpointing``."""
     import deepspeed
 
     # by the names in its code: a run to find out would need a batch
@@ -322,7 +322,7 @@ def can_use_disks() -> bool:
 
 
 def build_folder(name: str) -> Path | None:
-    """Return the folder in which torch builds an extension; None if this torch has no such function."""
+    """Return the folder in which torch builds an extension, or None if this release of torch cannot report it."""
     from torch.utils import cpp_extension
 
     # private in torch, so it may be missing

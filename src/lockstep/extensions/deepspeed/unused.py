@@ -1,4 +1,4 @@
-"""Steps that restore parameters without a gradient, and their optimizer states, after the engine has changed them.
+"""Wrapper of DeepSpeed's step that restores parameters without a gradient, and their optimizer states.
 
 DeepSpeed concatenates the parameters of a group and steps all of them; weight decay and momentum would also move
 those that are frozen or unused.
@@ -28,7 +28,7 @@ SWAPPED = (
 
 
 class UnusedParameters:
-    """Wrapper of the engine's step that restores parameters without a gradient and their optimizer states.
+    """Wrapper of the engine's step that afterwards restores parameters without a gradient and their optimizer states.
 
     Args:
         optimizer: the optimizer that steps; its parameters are the engine's float32 tensors.
@@ -96,7 +96,7 @@ class UnusedParameters:
         return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == flat.shape and v.dim() == 1}
 
     def _copy_values(self, parameter: Any, flat: Tensor) -> tuple[list[Tensor], Tensor | None, dict[str, Tensor]]:
-        """Copy a parameter's values in the module, this rank's float32 shard, and the shard's optimizer states."""
+        """Return copies of a parameter's (values in the module, float32 shard on this rank, optimizer states)."""
         piece = self._pieces.get(id(parameter))
         module = [values.clone() for values in _values(parameter)]
         if piece is None:
@@ -124,7 +124,7 @@ class UnusedParameters:
 
 
 def _values(parameter: Any) -> list[Tensor]:
-    """Return the tensors that store a parameter's values: in stage 3 the shard, and the full tensor if gathered."""
+    """Return the tensors with a parameter's values: the shard in stage 3, and the full tensor if it is in memory."""
     part = getattr(parameter, "ds_tensor", None)
     whole = [parameter.detach()] if parameter.numel() else []
     return whole if part is None else [part.detach(), *whole]

@@ -82,7 +82,7 @@ class WeightAveraging(Callback):
     # -- training ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Prepare for a new fit, which starts a new average."""
+        """Reset the callback's state before a fit, which starts a new average."""
         if stage == "fit":
             self._average, self._is_swapped_in, self._loaded = None, False, None
             self._latest_step, self._latest_epoch = None, -1
@@ -147,7 +147,7 @@ class WeightAveraging(Callback):
                 self._update(pl_module)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exchange the weights in the model for the average, for a validation within a fit.
+        """Replace the model's weights with the average during a validation within a fit.
 
         After the last batch of an epoch, the update of the epoch's end is made first, so that the metrics of this
         epoch's checkpoint belong to the weights in the checkpoint.
@@ -163,7 +163,7 @@ class WeightAveraging(Callback):
             self._swap_out(pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the average in the model; the current weights are kept for later checkpoints."""
+        """Replace the model's weights with the average. Later checkpoints still save the current weights as well."""
         self._swap_in(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -206,7 +206,7 @@ class WeightAveraging(Callback):
         checkpoint["averaging_state"] = {"n_averaged": self._average.n_averaged.clone()}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """In a resumed fit, load the current weights into the model; keep the average for the start of training.
+        """In a resumed fit, load the current weights into the model, and store the average until training starts.
 
         Outside a fit the model uses the average in ``"state_dict"``, and the average of an earlier fit is dropped.
         """
@@ -291,7 +291,7 @@ class WeightAveraging(Callback):
             averaged.copy_(before)
 
     def _by_name(self, pl_module: LightningModule) -> Mapping[str, Tensor]:
-        """Return the averaged tensors by their names in the model; a tied weight occurs under each of its names."""
+        """Return the averaged tensors by their names in the model. A tied weight occurs under each of its names."""
         assert self._average is not None
         self._check(pl_module)
         average = {id(t): k for k, t in zip(_tensors(self._average.module), _tensors(pl_module), strict=True)}
@@ -375,11 +375,11 @@ def _exponential(decay: float) -> Callable[[list[Tensor], list[Tensor], object],
 
 
 def _for_parts(tensors: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments that enable ``AveragedModel`` to average tensors of several kinds.
+    """Return arguments with which ``AveragedModel`` can average a model whose tensors are sharded in different ways.
 
-    The kinds are unsharded tensors, and tensors sharded over different meshes.
+    Some tensors may be unsharded, and others sharded over different meshes.
 
-    torch's ``_foreach`` functions, which average many tensors at once, accept only one kind in a call.
+    torch's ``_foreach`` functions, which average many tensors at once, accept only one sharding in a call.
     """
     if len({_kind(tensor) for tensor in _tensors(tensors)}) < 2:
         return given

@@ -92,7 +92,7 @@ def instantiate_module(class_type: type, config: dict[str, Any]) -> Any:
 
 
 def class_of(builder: Callable[..., Any]) -> Any:
-    """Return a class unchanged; for a function, return the class in its return annotation."""
+    """Return a class unchanged. For a function, return the class in the function's return annotation."""
     if isinstance(builder, type):
         return builder
     return inspect.signature(builder, eval_str=True).return_annotation
@@ -612,7 +612,7 @@ class LightningCLI:
     def configure_optimizers(
         lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: LRSchedulerTypeUnion | None = None
     ) -> Any:
-        """Return the result for a model's ``configure_optimizers``, from objects that the command line describes.
+        """Combine the command line's optimizer and scheduler into a result for the model's ``configure_optimizers``.
 
         Args:
             lightning_module: the model.

@@ -1,4 +1,4 @@
-"""Communication hooks of a fit, and local steps, after which weights differ between ranks."""
+"""Communication hooks of a fit, and the local steps of post-local SGD, after which ranks' weights differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lockstep.precision.base import LossScaler
 
 
 class DivergedWeights:
-    """This rank's weights and optimizers while they differ from those of other ranks.
+    """Switch that replaces this rank's own weights with the mean over the ranks, and back, while weights differ.
 
     Args:
         module: the fit's module.
@@ -60,7 +60,7 @@ class DivergedWeights:
         return self._own is not None
 
     def step(self) -> None:
-        """Record a step with the gradients of this rank or node only."""
+        """Mark the ranks' weights as different, because a step uses the gradients of this rank or node only."""
         self.differ = self.has_diverged = True
 
     # -- the mean
@@ -82,11 +82,11 @@ class DivergedWeights:
             self._own = None
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """Return the module's parameters by name, and the parameters that only the optimizers have."""
+        """Return all parameters by name: those of the module, and those that are only in the optimizers."""
         return {**dict(self._module.named_parameters()), **parameters_outside(self._module, self._optimizers)}
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that were trained in any step so far, by name."""
+        """Return, by name, the parameters that have been trainable in any local step so far."""
         named = self.named_parameters()
         # not frozen ones: they are equal on all ranks, and the mean of equal numbers may round
         self._trained.update(name for name, parameter in named.items() if parameter.requires_grad)
@@ -98,7 +98,7 @@ class DivergedWeights:
     # -- saving
 
     def state_dict(self, leader: int) -> dict[str, Any]:
-        """Return, on the CPU, this rank's state, from which a resume continues with the same bits.
+        """Return a copy of this rank's state on the CPU, from which a resumed run continues bit for bit.
 
         Args:
             leader: the first of the ranks with the same parameters and optimizers; only this one saves them.
@@ -144,7 +144,7 @@ def _copy(saved: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 
 
 class HookedLocalSteps:
-    """Local steps of post-local SGD in a fit, and averages of parameters after them.
+    """Tracker of a fit's local steps (post-local SGD) that averages the parameters at the end of each period.
 
     Args:
         state: the hook's state, lockstep's or torch's, with its subgroup.
@@ -203,7 +203,7 @@ class HookedLocalSteps:
 
     @property
     def _is_local(self) -> bool:
-        """True if the next round is a local step."""
+        """True if the next round of gradient reduction belongs to a local step."""
         return rounds_of(self._state) >= int(self._state.start_localSGD_iter)
 
     @property

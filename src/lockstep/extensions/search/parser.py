@@ -101,7 +101,7 @@ class Hyperparameters(argparse.Namespace):
         return (self._trial(number, search) for number in wanted)
 
     def generate_trials(self, nb_trials: int | None = None) -> list[Hyperparameters]:
-        """Return the hyperparameters of all trials as a list; the method is named as in test-tube.
+        """Return the hyperparameters of all trials as a list. The name of this method is from the package test-tube.
 
         Args:
             nb_trials: as for :meth:`trials`.
@@ -137,11 +137,11 @@ class Hyperparameters(argparse.Namespace):
     # -- values in files -------------------------------------------------------------------------------------
 
     def values(self) -> dict[str, Any]:
-        """Return all options by name, as values that JSON supports; objects of other types become text."""
+        """Return all options by name, as values that JSON supports. Objects of other types become text."""
         return {name: _plain(value) for name, value in vars(self).items()}
 
     def with_values(self, values: Mapping[str, Any], number: int | None = None) -> Hyperparameters:
-        """Return a copy in which the options have the values of a trial, in the form that :meth:`values` returns.
+        """Return a copy whose options have the ``values`` of a trial, given in the form that :meth:`values` returns.
 
         Each value regains its type: it becomes the entry of the option's list, or the value of this command line, with
         the same JSON form. Other text is converted by the option's type.
@@ -170,7 +170,7 @@ class Hyperparameters(argparse.Namespace):
     # -- a study ---------------------------------------------------------------------------------------------
 
     def draw(self, number: int, folder: Path) -> Hyperparameters:
-        """Return the hyperparameters of a trial, drawn by Optuna; the same number always gets the same values.
+        """Return a trial's hyperparameters, drawn by Optuna. Calls with the same ``number`` return the same values.
 
         All ranks of a trial may call it: rank 0 draws, the others wait for the values. Rank 0 then updates the trial's
         heartbeat until :meth:`finish` or the end of the process.
@@ -194,7 +194,7 @@ class Hyperparameters(argparse.Namespace):
         return self._with(values, number)
 
     def finish(self, number: int, state: End, value: float | None = None) -> End:
-        """Report to the study the end of the trial that :meth:`draw` has started in this process.
+        """Report to the Optuna study how this process's trial, started by :meth:`draw`, has ended.
 
         If no trial was started here, do nothing.
 
@@ -221,7 +221,7 @@ class Hyperparameters(argparse.Namespace):
         nb_workers: int = 4,
         log_path: str | os.PathLike[str] | None = None,
     ) -> list[TrialOutcome]:
-        """Run the trials on this machine, each in its own process; the processes share the available GPUs.
+        """Run the trials on this machine, each in its own process. The processes share the available GPUs.
 
         The function is pickled with cloudpickle; the script does not run again. Failed trials do not stop the others.
 
@@ -359,7 +359,7 @@ class Hyperparameters(argparse.Namespace):
 
 
 def describe(options: Hyperparameters) -> dict[str, Any]:
-    """Return a search's strategy, mode and possible values of each option as JSON values.
+    """Return a JSON-compatible dict with a search's strategy, its mode, and each option's possible values.
 
     Two searches with equal descriptions are the same search.
     """
@@ -528,7 +528,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         tunable: bool = False,
         **kwargs: Any,
     ) -> argparse.Action:
-        """Add an option for which a search tries numbers in a range; a grid tries ``nb_samples`` evenly spaced ones.
+        """Add an option for which a search tries numbers in a range. A grid tries ``nb_samples`` evenly spaced numbers.
 
         Args:
             args: names of the option.
@@ -591,7 +591,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> Hyperparameters:
-        """Parse a command line.
+        """Parse a command line, and return the options.
 
         Args:
             args: words of the command line; None for the arguments of this process.
@@ -655,7 +655,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         return lambda words: [kind(word) for word in words]
 
     def _from_files(self, args: Sequence[str] | None) -> dict[str, Any]:
-        """Return option values by name from the files that `json_config` options name."""
+        """Return a dict of option values, read from the files that are given by `json_config` options."""
         found: dict[str, Any] = {}
         configs = [config for config in self._configs if config in self._actions]
         typed = vars(self._words(args)) if configs else {}
@@ -675,7 +675,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         return found
 
     def _words(self, args: Sequence[str] | None) -> argparse.Namespace:
-        """Return each option's words on a command line as text, without calling the user's types and actions."""
+        """Parse a command line without the user's types and actions: return the words of each option as text."""
         probe = argparse.ArgumentParser(
             add_help=False,
             prefix_chars=self.prefix_chars,

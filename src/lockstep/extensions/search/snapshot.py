@@ -72,7 +72,7 @@ def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> C
 
 
 def _moved(path: str, top: Path, target: Path, folder: str) -> str:
-    """Map a path in git's work tree to the same file in the copy; make any other path absolute."""
+    """Map a path in git's work tree to the same file in the copy. Make any other path absolute."""
     real = os.path.realpath(os.path.join(folder, path))
     if real != str(top) and not real.startswith(f"{top}{os.sep}"):
         return os.path.join(folder, path)

@@ -25,7 +25,7 @@ LONGEST_ERROR = 1000
 
 @dataclass
 class OwnSaving:
-    """The user's own functions that save and load a trial; None for a function that the user has not set."""
+    """The user's own functions that save and load a trial. A function that the user has not set is None."""
 
     save: Callable[[], object] | None = None
     load: Callable[[], object] | None = None
@@ -75,7 +75,7 @@ def has_saved(here: Trial) -> bool:
 
 
 class _Start:
-    """One start of a trial, in the process of one of the trial's ranks.
+    """Recorder of one start of a trial, in one rank's process: provides the trial's values, and records the end.
 
     Args:
         options: options of the script, replaced by the trial's values.
@@ -120,7 +120,7 @@ class _Start:
         self.hparams = self._values()
 
     def _values(self) -> Hyperparameters | None:
-        """Return the options with the trial's values, which are read from its file or drawn by the study."""
+        """Return the options with the trial's values, which are read from the trial's file or drawn by the study."""
         if self._options is None:
             return None
         if self._options.draws_late:
@@ -235,7 +235,7 @@ def wrap_main(main: Callable[..., object], second: Callable[[], object]) -> Call
 
 
 def to_metrics(returned: object) -> tuple[dict[str, float], float | None]:
-    """Return the metrics by name, and the trial's value, from what the trial's function has returned.
+    """Return (metrics, value) from the result of the trial's function: metrics by name, and the trial's value.
 
     The value is None unless the function has returned a number.
 

@@ -38,7 +38,7 @@ NOT_FINITE = "gradients are not finite: use a lower learning rate or other data,
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference between two runs.
+    """Record of a value that differs between two runs, with its place and size.
 
     Attributes:
         kind: one of `IN_ORDER`.
@@ -69,7 +69,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Reason:
-    """Cause of a difference.
+    """Cause of a difference between two runs, with a line of the script and the evidence.
 
     Attributes:
         text: a sentence.
@@ -96,7 +96,7 @@ def by_rank(values: Iterable[tuple[int, object]]) -> str:
 
 
 def shorten(names: Sequence[object], most: int = 3) -> str:
-    """Format the first names of a list for a message.
+    """Format the first ``most`` names of a list for a message.
 
     Example:
         >>> shorten("abcd")
@@ -113,7 +113,7 @@ def uneven(where: str) -> Reason:
 
 @dataclass
 class Comparison:
-    """Result of comparing two runs.
+    """Result of comparing two runs: the differences, and what was compared.
 
     Attributes:
         differences: all differences, in the order in which they were found.
@@ -139,7 +139,7 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """First difference, or None. Among differences of one kind in one update, the largest."""
+        """First difference, or None. If several of the same kind and update are first, the largest of these."""
         return min(self.differences, key=_place, default=None)
 
     def drop(self, *kinds: str) -> None:
@@ -153,7 +153,7 @@ class Comparison:
         return len(self.differences) < before
 
     def count(self, kind: str, number: int = 1) -> None:
-        """Add to the number of compared items of a kind."""
+        """Add ``number`` to the count of compared items of a kind."""
         self.compared[kind] = self.compared.get(kind, 0) + number
 
     def rows(self) -> Iterator[Row]:
@@ -184,12 +184,12 @@ Tolerance = Callable[[str, int], float]
 
 
 def exact(kind: str, update: int) -> float:
-    """Return the tolerance for runs in float64 that round in the same way."""
+    """Return the tolerance for comparing two float64 runs: `EXACT` for every kind and update."""
     return EXACT
 
 
 class Numbers:
-    """Comparison of the values that two runs compute.
+    """Comparison of the gradients, parameters and other values that two runs compute.
 
     Args:
         ranks: the run on N ranks.
@@ -279,7 +279,7 @@ class Numbers:
     def _compare_tensor(
         self, kind: str, key: str, found: Mapping[int, Tensors], reference: Tensor | None, scale: float, event: Event
     ) -> list[float]:
-        """Compare one tensor, and return its difference on each rank, as a fraction of ``scale``."""
+        """Compare one tensor with ``reference``. Return the differences on the ranks, as fractions of ``scale``."""
         update, members = event["update"], tuple(found)
         parts = [values.get(key) for values in found.values()]
         sizes = [self._distance(kind, key, part, reference, scale) for part in align(parts, reference)]
@@ -299,7 +299,7 @@ class Numbers:
         return sizes
 
     def _distance(self, kind: str, key: str, found: Tensor | None, reference: Tensor | None, scale: float) -> float:
-        """Return the largest difference of two tensors as a fraction of ``scale``. A missing gradient is zero."""
+        """Return the largest elementwise difference, as a fraction of ``scale``. A missing gradient counts as zero."""
         if found is None or reference is None:
             return max(_largest(found), _largest(reference)) / (scale or 1.0)
         if found.shape != reference.shape:
@@ -375,7 +375,7 @@ class Numbers:
 
 
 def own_gradients(ranks: Recording, update: int) -> list[dict[str, Value]]:
-    """Load each rank's gradients of an update: before clipping, unless ranks clip first and average afterwards."""
+    """Return each rank's gradients of an update, from before clipping unless the ranks clip before they average."""
     made = [rank for rank in ranks.ranks if rank.has_made(update)]
     if clips_first(ranks, update):
         return [rank.load("gradients", update) for rank in made]
@@ -383,7 +383,7 @@ def own_gradients(ranks: Recording, update: int) -> list[dict[str, Value]]:
 
 
 def clips_first(ranks: Recording, update: int) -> bool:
-    """Return True if ranks clip their own gradients and average them afterwards."""
+    """Return True if each rank clips its own gradients before they are averaged over the ranks."""
     if ranks.is_sharded:
         return False
     before = [rank.load("unclipped", update) for rank in ranks.ranks]
@@ -405,7 +405,7 @@ def are_equal(values: Sequence[Mapping[str, Value]]) -> bool:
 
 
 def align(parts: Sequence[Tensor | None], reference: Tensor | None) -> list[Tensor | None]:
-    """Return the ranks' tensors; if the ranks have parts of a tensor, one tensor in the shape of ``reference``.
+    """Return the ranks' tensors. Shards of one tensor are joined to one tensor in the shape of ``reference``.
 
     Example:
         >>> [len(each) for each in align([torch.ones(2), torch.ones(2)], torch.ones(4))]
@@ -434,7 +434,7 @@ def _concatenated(parts: Sequence[Tensor], dim: int) -> Tensor | None:
 
 
 def _why_no_gradient(events: Sequence[Event], untouched: Sequence[str]) -> str:
-    """Explain why no parameter has a gradient."""
+    """Explain why no parameter has a gradient, and suggest a fix."""
     if all(event["unknown"] and len(event["unknown"]) == len(event["names"]) for event in events):
         return (
             "the optimizer's parameters belong to no module that is called, and get no gradient: create the optimizer "

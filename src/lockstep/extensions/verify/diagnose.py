@@ -42,7 +42,7 @@ class Shares:
 
     @property
     def sum_to_one(self) -> bool:
-        """True if, for each micro-batch, the weights of all ranks add up to 1, as in a mean over samples."""
+        """True if, for each micro-batch, the ranks' weights add up to 1, as they do in a mean over samples."""
         return bool((self.weights.sum(0) - 1.0).abs().max() < 1e-4)
 
     def constant(self) -> float | None:
@@ -51,7 +51,7 @@ class Shares:
         return mean if self.all_are(mean) else None
 
     def first_micro_batches(self) -> list[float]:
-        """Return the weight of each rank's first micro-batch, by rank."""
+        """Return a list with the weight of each rank's first micro-batch, in order of rank."""
         return [round(weight, 4) for weight in self.weights[:, 0].tolist()]
 
     def rounded(self) -> list[float]:
@@ -61,7 +61,7 @@ class Shares:
 
 
 class Parts:
-    """Each rank's unreduced gradients in one update, separately for each backward.
+    """Decomposition of one update's gradients into contributions from the backwards of each rank.
 
     Args:
         ranks: the run.
@@ -112,7 +112,7 @@ class Parts:
         return Shares(solution.view(len(self._sums), -1), rest.item())
 
     def is_own(self, gradient: Mapping[str, Value], rank: int, keys: Sequence[str]) -> bool:
-        """Return True if a rank's gradient comes only from this rank's backwards, and not from other ranks."""
+        """Return True if a rank's gradient is the sum of its own backwards, without contributions from other ranks."""
         return not self._deviating([gradient], {key: self._total([self._sums[rank]], key) for key in keys})
 
     def not_averaged(self, gradients: Sequence[Mapping[str, Value]]) -> list[str]:

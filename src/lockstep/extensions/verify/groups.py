@@ -1,4 +1,4 @@
-"""Observer of `torch.distributed`, which sets up groups with the run's rank and world size, and records collectives."""
+"""Patches of `torch.distributed` that set up groups with the run's rank and world size, and record collectives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class Groups:
-    """Observer of process groups and collectives.
+    """Observer that patches `torch.distributed` to set up the run's process groups and to record collectives.
 
     Args:
         watch: state that this process's observers share.
@@ -36,7 +36,7 @@ class Groups:
         self._number = 0
 
     def install(self) -> None:
-        """Replace torch's functions."""
+        """Patch the functions of `torch.distributed` that set up groups and those that communicate."""
         self._replace_setup()
         if self.watch.settings.simulated:
             fake_group.install(self.watch)
@@ -89,7 +89,7 @@ class Groups:
         patch(torch.multiprocessing, "start_processes", spawn)
 
     def _report_size_of_ranks(self) -> None:
-        """In one process, report the ranks' world size to user code, to check if that makes learning rates agree."""
+        """In the one-process run, return the ranks' world size to user code, to check if learning rates then agree."""
         get_world_size, size = dist.get_world_size, len(self.watch.settings.feed)
         os.environ["WORLD_SIZE"] = str(size)
 

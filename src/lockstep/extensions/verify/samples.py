@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Padding:
-    """Sample that several ranks get in an evaluation.
+    """Record of a sample that several ranks get in the same evaluation.
 
     Attributes:
         loader: number of the loader.
@@ -36,7 +36,7 @@ class Padding:
 
 @dataclass
 class SampleFindings:
-    """Result of comparing the samples that ranks get.
+    """Result of checking how loaders distribute samples over the ranks.
 
     Attributes:
         differences: differences with their causes.
@@ -58,7 +58,7 @@ class SampleFindings:
 
 
 class Samples:
-    """Comparison of the samples that ranks get from each loader.
+    """Checker of how each loader distributes its samples over the ranks.
 
     Args:
         ranks: the run on ranks.
@@ -71,7 +71,7 @@ class Samples:
         self.found = SampleFindings()
 
     def check(self) -> SampleFindings:
-        """Compare the samples of every loader."""
+        """Compare the ranks' samples from every loader, and return the findings."""
         found = self.found
         found.trains = _training_loaders(self.ranks)
         inputs = [[event["inputs"] for event in rank.find("forward")] for rank in self.ranks.ranks]
@@ -94,11 +94,11 @@ class Samples:
         return found
 
     def _events(self, number: int, *kinds: str) -> list[list[Event]]:
-        """Return the events of one loader, by rank."""
+        """Return a list of each rank's events of the given kinds for one loader."""
         return [rank.find(*kinds, loader=number) for rank in self.ranks.ranks]
 
     def _epochs(self, number: int, iteration: int) -> list[list[int]]:
-        """Return an epoch's sample indices by rank, including samples left unread because the epoch ended early."""
+        """Return each rank's sample indices in an epoch, including those not read before an early end of the epoch."""
         return [
             [
                 index
@@ -109,7 +109,7 @@ class Samples:
         ]
 
     def _add(self, difference: Difference, cause: str, first: Event) -> None:
-        """Record a difference and its cause. The event ``first`` has the source line that iterates over the loader."""
+        """Add a difference and its cause to the findings. The event ``first`` supplies the source line to report."""
         self.found.differences.append((difference, Reason(cause, first["where"])))
 
     def _check_training(
@@ -147,7 +147,7 @@ class Samples:
     # -- samples of several ranks, or of none
 
     def _why_shared(self, first: Event, overlaps: bool = False) -> str:
-        """Explain why ranks get the same samples from a loader, with a remedy.
+        """Explain why ranks get the same samples from a loader, and suggest a fix.
 
         Args:
             first: description of the loader.
@@ -246,7 +246,7 @@ class Samples:
             self.found.notes.append(f"{missing} sample(s) of {size} are skipped at the end of an epoch")
 
     def _check_contents(self, batches: Sequence[Sequence[Event]], first: Event) -> None:
-        """Find ranks that get the same samples, by the samples' content, in data without indices."""
+        """In data without indices, compare the contents of samples to find ranks that get the same samples."""
         counts = [Counter(text for event in each for text in event["prints"] if text) for each in batches]
         drawn = min(sum(each.values()) for each in counts)
         # data that repeat samples on one rank (labels, small integers) repeat them between ranks as well
@@ -306,7 +306,7 @@ class Samples:
 
 
 def _training_loaders(ranks: Recording) -> set[int]:
-    """Return which loaders (by number) are for training: those with a backward between their batches."""
+    """Return the set of numbers that identify training loaders: loaders between whose batches a backward runs."""
     found: set[int] = set()
     for rank in ranks.ranks:
         newest: int | None = None
@@ -327,7 +327,7 @@ def _training_loaders(ranks: Recording) -> set[int]:
 def counted_twice(
     ranks: Recording, single: Recording, padded: Sequence[Padding], runs: Runs
 ) -> tuple[Difference, Reason] | None:
-    """Find a printed number that counts samples of an evaluation twice, because several ranks get them.
+    """Find a printed number in which some samples count twice because several ranks evaluate them.
 
     Such a number is equal on ranks and in one process, but differs if each sample is evaluated once.
     """

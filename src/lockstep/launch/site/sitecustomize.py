@@ -50,7 +50,7 @@ class Waiting:
 
 
 class Early:
-    """Python's hook for uncaught exceptions, in a rank of `lockstep run` that has not imported lockstep yet.
+    """Exception hook (``sys.excepthook``) for a rank of `lockstep run` that has not imported lockstep yet.
 
     Args:
         before_lockstep: the previous hook, which lockstep restores.

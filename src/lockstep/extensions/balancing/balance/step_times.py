@@ -166,7 +166,7 @@ class StepTimes:
         seconds[:] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def take(self, kind: int) -> tuple[list[WindowTimes], list[float]]:
-        """Return the windows since the last call, and a list of the busy seconds of the windows of this ``kind``."""
+        """Return (windows, busy): the windows since the last call, and the busy seconds of those with this ``kind``."""
         found = list(self._windows)
         self._windows.clear()
         return [window for window, _ in found], [window.busy for window, of in found if of == kind]
@@ -244,7 +244,7 @@ class DeviceTimes(StepTimes):
             self._pending.popleft()
 
     def take(self, kind: int) -> tuple[list[WindowTimes], list[float]]:
-        """Return the windows that the device has finished since the last call; see `StepTimes.take`."""
+        """Do the work of `StepTimes.take` for the windows that the device has finished."""
         while self._pending and self._pending[0][-1].query():
             samples, of, data, tape, begin, end = self._pending.popleft()
             seconds, inside = [0.0] * 5, [0.0]

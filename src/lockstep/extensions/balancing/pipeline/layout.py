@@ -13,7 +13,7 @@ from lockstep.extensions.balancing.pipeline.chain import Chain
 
 
 def equal_split(blocks: int, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks of each stage in a split whose stages differ by at most one block.
+    """Return the number of blocks in each stage if ``blocks`` are split over ``stages`` as evenly as possible.
 
     Example:
         >>> equal_split(8, 3)
@@ -25,7 +25,7 @@ def equal_split(blocks: int, stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Number of blocks in each stage, and mapping of stages to the ranks of a pipeline.
+    """Assignment of a pipeline's blocks to stages, and of the stages to ranks.
 
     The last stage is on the first rank, the one before it on the next, and so on. With more stages than ranks, the
     stages go round the ranks. If one process drives all devices of a pipeline, the ranks are its devices.
@@ -63,12 +63,12 @@ class Layout:
         return range(start, start + self.counts[stage])
 
     def stage_of(self, block: int) -> int:
-        """Return the stage that contains a block."""
+        """Return the index of the stage that contains a block."""
         return next(stage for stage in range(self.stages) if block in self.blocks_of(stage))
 
 
 class StagePlacement:
-    """Devices of this process on which the parameters and buffers of a pipelined module are placed.
+    """Mapping from the parameters and buffers of a pipelined module to the devices of this process.
 
     Args:
         chain: chain of the module.
@@ -93,7 +93,7 @@ class StagePlacement:
 
 
 def find_torn(module: nn.Module, where: Callable[[str], object]) -> tuple[str, str] | None:
-    """Return two names of a shared tensor for which ``where`` returns different places, or None.
+    """Find a shared tensor whose names ``where`` maps to different places. Return two of these names, or None.
 
     Args:
         module: the full module.
@@ -109,7 +109,7 @@ def find_torn(module: nn.Module, where: Callable[[str], object]) -> tuple[str, s
 
 
 class Ownership:
-    """Ranks that store the parameters and buffers of a pipelined module.
+    """Mapping from the parameters and buffers of a pipelined module to the ranks that store them.
 
     A block's tensors are stored by the rank of the block. Layers outside the chain are stored by all ranks, since the
     code before and after the chain may use them. Gradients of parameters on several ranks are summed. The owner is the

@@ -73,7 +73,7 @@ def first_batch(trainer: Trainer) -> Any:
 
 @contextmanager
 def _threads(ranks: int) -> Iterator[None]:
-    """In the context, limit torch's threads to one rank's share of the cores for ``ranks`` ranks on this host."""
+    """In the context, limit torch's threads to the number of this host's cores divided by ``ranks``."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, cores() // ranks)))
     try:
@@ -183,7 +183,7 @@ def reconsider(session: Session) -> None:
 
 
 def _choose(trainer: Trainer) -> Candidate | None:
-    """Create a plan with the cost model, and return its choice, or None to keep the current strategy."""
+    """Create a plan with the cost model, and return its choice. Return None to keep the current strategy."""
     from lockstep.extensions.balancing.planner.cost import Candidate
     from lockstep.extensions.balancing.planner.hardware import described
 

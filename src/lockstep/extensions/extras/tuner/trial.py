@@ -38,7 +38,7 @@ from lockstep.trainer import Trainer
 
 
 class _TensorCopy:
-    """A tensor and a copy of its values on the CPU, where the copy uses no device memory during a trial."""
+    """Copy of a tensor's values in CPU memory, from which the tensor is restored after a trial."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -161,7 +161,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any] | tuple[Any, 
 
 
 def _generators(given: dict[str, Any]) -> Iterator[torch.Generator]:
-    """Yield the random generators that the given loaders use, and that a trial therefore advances."""
+    """Yield the random generators of the given loaders and their samplers. A trial advances these generators."""
     for loaders in given.values():
         for loader in unpack(loaders, "")[0] if loaders is not None else ():
             for holder in (loader, getattr(loader, "sampler", None)):
@@ -335,7 +335,7 @@ def train(trainer: Trainer) -> None:
 
 
 def evaluate(trainer: Trainer) -> Any:
-    """Validate, test or predict inside a trial; return the loop that ran."""
+    """Validate, test or predict inside a trial, and return the loop that ran."""
     stage = trainer.state.stage
     (loop,) = (getattr(trainer, name) for name, each in LOOPS.items() if each is stage)
     loop.setup_data()
@@ -364,7 +364,7 @@ def configure_again(trainer: Trainer) -> None:
 
 
 def has_started(trainer: Trainer) -> bool:
-    """Return True if the fit has started to train, so that its optimizers may have state."""
+    """Return True if the fit has started to train. Its optimizers may then have state."""
     return trainer.state.fn is TrainerFn.FITTING and trainer.fit_loop.has_optimizers
 
 
@@ -372,7 +372,7 @@ def has_started(trainer: Trainer) -> bool:
 
 
 def _holders(trainer: Trainer, name: str) -> Iterator[tuple[str, Any, bool]]:
-    """Yield (name, object, True if the object is a mapping) for all objects that have the attribute ``name``."""
+    """Yield (object's name, object, is_mapping) for each object that has the attribute ``name``."""
     for word, owner in (("model", trainer.lightning_module), ("datamodule", trainer.datamodule)):
         if owner is None:
             continue
@@ -388,7 +388,7 @@ def places_of(trainer: Trainer, name: str) -> list[str]:
 
 
 def values_of(trainer: Trainer, name: str) -> dict[str, Any]:
-    """Return the attribute's value in each object that has it; the keys are the names of the objects."""
+    """Return the value of the attribute ``name`` in each object that has it, keyed by the object's name."""
     return {word: holder[name] if item else getattr(holder, name) for word, holder, item in _holders(trainer, name)}
 
 

@@ -141,7 +141,7 @@ def _in_halves(group: comm.Group, bucket: GradBucket, dtype: torch.dtype) -> tor
 
 
 def fp16_wrapper(hook: Hook) -> Hook:
-    """Wrap a hook so that it receives the gradients in float16, and its result is cast back.
+    """Wrap a hook: cast gradients to float16 before the hook, and cast the hook's result back.
 
     A hook that sends its gradients as they are then sends half the bytes. `allreduce` in this wrapper also sums in
     float16, unlike `lockstep.engines.ddp.hooks.compress.fp16`.
@@ -163,7 +163,7 @@ def fp16_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_wrapper(hook: Hook) -> Hook:
-    """Wrap a hook so that it receives the gradients in bfloat16, and its result is cast back; like `fp16_wrapper`."""
+    """Wrap a hook: cast gradients to bfloat16 before the hook, and the hook's result back. See `fp16_wrapper`."""
     return _wrap(hook, torch.bfloat16)
 
 

@@ -54,7 +54,7 @@ def group_of(members: list[int], group: comm.Group = None) -> Any:
 
 @contextlib.contextmanager
 def _without_split() -> Iterator[None]:
-    """Let groups created in the context connect on their own instead of splitting the default communicator."""
+    """In the context, make new groups connect on their own instead of splitting the default communicator."""
     # torch splits it if the default group is bound to a device, and all ranks would have to call that
     default: Any = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
@@ -85,7 +85,7 @@ def this_node() -> tuple[str, str, str]:
 
 
 class PostLocalSGDState:
-    """Settings and progress of `post_local_sgd`.
+    """State of the communication hook `post_local_sgd`: its settings, and the number of rounds so far.
 
     Args:
         start: number of rounds with the mean over all ranks; from round ``start`` (counted from 0) on, steps are
@@ -122,7 +122,7 @@ class PostLocalSGDState:
 
     @property
     def start_localSGD_iter(self) -> int:
-        """Alias of ``start``, with the name in torch's state."""
+        """Alias of ``start``, under the name that torch's ``PostLocalSGDState`` uses."""
         return self.start
 
     def prepare(self) -> None:
@@ -136,11 +136,11 @@ class PostLocalSGDState:
         return {**vars(self), **made}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of rounds so far."""
+        """Return a dict with the number of rounds so far."""
         return {"iteration": self.iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the result of :meth:`state_dict`.
+        """Restore the number of rounds from the result of :meth:`state_dict`.
 
         Args:
             state: a saved state, from any rank.
@@ -180,7 +180,8 @@ def post_local_sgd(state: PostLocalSGDState, bucket: GradBucket) -> torch.future
 
 
 def marks_of(hook: object, state: Any) -> RoundGroup | None:
-    """Return a function that selects a round's group for the flags of used parameters; None for a fixed group.
+    """Return a function that selects the group over which a round exchanges the flags of used parameters.
+    Return None if the hook always uses the same group.
 
     Args:
         hook: a communication hook of lockstep or torch, wrapped or not.
