@@ -122,7 +122,7 @@ class LightningDataModule(HyperparametersMixin):
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Return a batch on ``device``.
+        """Move a batch to ``device``, and return it.
 
         Override it for batches with tensors in other objects than dicts, lists, tuples, dataclasses and objects with
         a method ``to``.

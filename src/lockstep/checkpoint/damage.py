@@ -26,7 +26,7 @@ TIMES = 20
 
 @contextlib.contextmanager
 def reported_as_damage(path: object) -> Iterator[None]:
-    """Raise `CorruptCheckpoint` in place of the many errors that Python and torch raise for damaged files.
+    """Inside the block, convert the many errors that Python and torch raise for damaged files to `CorruptCheckpoint`.
 
     Args:
         path: path of the checkpoint.

@@ -369,7 +369,7 @@ def _temporary_folder(target: Path) -> Iterator[Path]:
 
 
 def _run_on_rank_0(action: Callable[[], None], folder: Path) -> None:
-    """Run an action on rank 0, and raise an error of the action on all ranks. Collective."""
+    """Run an action on rank 0. If it raises an error, raise the error on all ranks. Collective."""
     error: Exception | None = None
     if comm.rank(None) == 0:
         try:
@@ -380,7 +380,7 @@ def _run_on_rank_0(action: Callable[[], None], folder: Path) -> None:
 
 
 class _Parts:
-    """The safetensors files of a folder, which the ranks write in turn.
+    """Writer of the safetensors files of a folder. The ranks write the files in turn.
 
     An error is stored and not raised until every rank has written its files.
 

@@ -330,7 +330,7 @@ def environment_named(name: str) -> ClusterEnvironment:
 
 
 class DescribesRanks(Protocol):
-    """The attributes that lockstep reads from a user's cluster environment, whatever its base class is."""
+    """Protocol of a user's cluster environment: the attributes that lockstep reads, whatever its base class is."""
 
     creates_processes_externally: bool
     main_address: str

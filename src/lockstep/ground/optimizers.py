@@ -54,7 +54,7 @@ class CombinedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch's is an attribute
-        """The parameter groups of all optimizers, in their order."""
+        """List of the parameter groups of all optimizers, in the order of the optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
@@ -195,7 +195,7 @@ def _check(optimizers: Sequence[Optimizer]) -> None:
 
 
 class _States(MutableMapping[Any, Any]):
-    """Mapping from parameter to optimizer state over several optimizers. Changes are written to the optimizers."""
+    """Mapping from parameter to optimizer state over several optimizers. Writes go to the parameter's optimizer."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -244,7 +244,7 @@ def demands_closure(optimizer: Optimizer) -> bool:
 
 
 def may_ignore(optimizer: Optimizer) -> bool:
-    """Return True if ``optimizer.step`` may ignore a closure, because it has ``**kwargs`` but no ``closure``."""
+    """Return True if ``optimizer.step`` has ``**kwargs`` but no ``closure``, and so may ignore a closure."""
     parameters = _parameters(optimizer)
     return "closure" not in parameters and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
@@ -254,7 +254,7 @@ def _parameters(optimizer: Optimizer) -> Mapping[str, inspect.Parameter]:
 
 
 class EagerClosure:
-    """A closure that is evaluated before it is passed to the optimizer, so that the optimizer may call or ignore it.
+    """Wrapper around a closure that evaluates it before the step, so that the optimizer may call or ignore it.
 
     The first call returns the loss that is already known, if weights and gradients are unchanged. Either way the
     optimizer steps with the gradients of the accumulation window.

@@ -26,7 +26,7 @@ CollectiveKey = tuple[str, tuple[int, ...], int]
 
 
 def key_of(note: Note) -> CollectiveKey:
-    """Return the key of the collective that a note records. All ranks have the same key for one collective."""
+    """Return the key of the collective that a note records. The notes of all ranks on a collective have equal keys."""
     return note.group, note.members, note.number
 
 
@@ -80,7 +80,7 @@ def location_of(snapshot: RankSnapshot, note: Note) -> str:
 
 
 def stopped(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
-    """Describe stopped ranks for which other ranks wait, or return None. Ranks under a debugger do not count."""
+    """Describe ranks suspended by a signal (not by a debugger) while other ranks wait; return None without any."""
     halted = [snapshot for snapshot in snapshots if snapshot.state == STOPPED and snapshot.stopped >= HALTED]
     waiting = [snapshot for snapshot in snapshots if snapshot.state in (RUNS, SLEEPS) and snapshot.waited >= HALTED / 2]
     if not halted or not waiting:

@@ -63,7 +63,7 @@ class Frame:
 
     @property
     def mark(self) -> Doing | None:
-        """The mark that `does` or `waits` put on a function in lockstep; None for any other function."""
+        """What the decorator `does` or `waits` declares about this lockstep function; None for any other function."""
         return marks_in(self.file).get(self.function) if self.file.startswith(LOCKSTEP) else None
 
     def __str__(self) -> str:

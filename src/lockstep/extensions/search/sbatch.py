@@ -210,7 +210,7 @@ def _options(batch: Batch) -> list[str]:
 
 
 def _own_options(batch: Batch) -> dict[str, str | None]:
-    """Return the options of ``sbatch`` that follow from the settings, by name."""
+    """Return {name: value} of the ``sbatch`` options that follow from the settings."""
     trials, kind = batch.trials, "" if batch.gpu_type is None else f"{batch.gpu_type}:"
     array = None
     if trials is not None and trials.number is None:

@@ -58,7 +58,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Patience:
-    """Time limits of a run.
+    """Time limits after which the processes of a run are killed.
 
     Attributes:
         silence: seconds without a new event of any rank.
@@ -85,7 +85,7 @@ class ServerDied(RuntimeError):
 
 
 class Server:
-    """Server process that imports torch once and forks the processes of runs.
+    """Handle of the server process, which imports torch once and forks the processes of runs.
 
     Attributes:
         process: the running server.
@@ -224,7 +224,7 @@ def _run(server: Server, ranks: Sequence[Settings], patience: Patience) -> list[
 
 
 def _wait(processes: Sequence[Forked], folders: Sequence[Path], patience: Patience) -> bool:
-    """Wait for processes to end. Return True if they no longer make progress and must be killed."""
+    """Wait for processes to end. Return True if they are stuck or exceed a time limit, and must be killed."""
     start = last_change = time.monotonic()
     sizes: list[int] = []
     while any(process.poll() is None for process in processes):

@@ -37,7 +37,7 @@ class EngineCost:
     byte: float = 0.0
 
     def seconds(self, groups: int, parameters: int, size: float, ranks: int) -> float:
-        """Return the seconds that the engine adds to a step.
+        """Return the seconds that the engine adds to a step of a network of this size on ``ranks`` ranks.
 
         Args:
             groups: number of groups of parameters.

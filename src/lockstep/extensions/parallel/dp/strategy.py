@@ -116,7 +116,7 @@ class _LoggedInPart:
 
 
 class _SharedMetric:
-    """Metric that all replicas share. Calls move tensors to the metric's device, and hold a lock."""
+    """Wrapper around a metric that all replicas share. It moves tensors to the metric's device and locks each call."""
 
     def __init__(self, metric: Any, turn: AbstractContextManager[object]) -> None:
         self.metric, self._turn = metric, turn

@@ -1,4 +1,4 @@
-"""Memory of communication hooks for each parameter, and functions that save and load a hook's state."""
+"""Tensors that communication hooks store for each parameter, and functions that save and load a hook's state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Memory:
         self._saved: dict[int, list[Record]] = {}
 
     def records(self, bucket: GradBucket) -> list[Record]:
-        """Return the record of each parameter in ``bucket``; the caller may change them.
+        """Return a list with the record of each parameter in ``bucket``. The caller may change the records.
 
         Raises:
             ValueError: the loaded state was saved with another bucket layout.
