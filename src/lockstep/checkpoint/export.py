@@ -402,7 +402,7 @@ class _Parts:
         self.error: Exception | None = None
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor to the last file; start a new file if the last one would become too large."""
+        """Add a tensor to the newest file, or to a new file if the newest one would become too large."""
         size = tensor.numel() * tensor.element_size()
         if self.sizes[-1] and sum(self.sizes[-1].values()) + size > self._limit:
             self.end()
@@ -412,7 +412,7 @@ class _Parts:
             self._buffered[name] = tensor.detach().cpu().contiguous()
 
     def end(self) -> None:
-        """Complete the last file: the rank whose turn it is writes the file's tensors."""
+        """Complete the newest file. The rank whose turn it is writes the tensors of the file."""
         held, self._buffered = self._buffered, {}
         if not held or self.error is not None:
             return

@@ -449,7 +449,7 @@ def _on_meta(layer: nn.Module) -> Iterator[str]:
 
 
 class _Ties:
-    """Record of which layers share tensors on the meta device, to restore the sharing after ``Module._apply``.
+    """Record of the layers that share tensors on the meta device, to restore the sharing after ``Module._apply``.
 
     Attributes:
         names: names of the tensors that a layer should initialize, by the layer's id.

@@ -479,7 +479,7 @@ def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike
 
 
 class _Writing:
-    """Steps of one call of `write`, in order: prepare, begin, put, finish."""
+    """Steps of one call of `write`, as methods in the order in which they run."""
 
     def __init__(self, parts: FolderParts, planner: Planner, path: PathLike, rank: int) -> None:
         self.parts, self.planner, self.path, self.rank = parts, planner, path, rank

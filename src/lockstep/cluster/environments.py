@@ -109,7 +109,7 @@ class ClusterEnvironment(ABC):
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """Environment of ranks that lockstep starts itself, the default without a cluster.
+    """Cluster environment for ranks that lockstep starts itself. It is the default without a cluster.
 
     Passed explicitly, it disables the detection of clusters.
 
@@ -172,7 +172,7 @@ class LightningEnvironment(ClusterEnvironment):
 
 
 class KnownEnvironment(ClusterEnvironment):
-    """Base class of environments of ranks that a recognized cluster has started.
+    """Base class of environments for the clusters that lockstep recognizes. The cluster has started the ranks.
 
     lockstep detects such a cluster by itself, without an environment object.
 

@@ -21,7 +21,7 @@ has drawn (as plain data). None if only the number of micro-batches is known."""
 
 @dataclass(frozen=True)
 class Partition:
-    """A division of ``n`` positions into accumulation windows, micro-batches, and the parts of the ranks.
+    """Division of an epoch's ``n`` positions into accumulation windows, micro-batches, and the parts of the ranks.
 
     A window is a global batch of ``batch x size`` positions, or ``window`` positions if set. Ranks share it evenly
     (their parts differ by at most one position) or by weight. Each rank divides its part evenly over the window's
@@ -211,7 +211,7 @@ class WindowPlan:
         return self.ranks * self.accumulate * batch
 
     def limited(self, n: int | float, batch: int, drop_last: bool) -> int | float:
-        """Return how many of an epoch's ``n`` positions a run draws in all its attempts, given ``limit``."""
+        """Return how many of an epoch's ``n`` positions are drawn in all attempts, by ``limit`` and ``drop_last``."""
         whole = self.ranks * batch
         n = min(n, self.limit * whole)
         if drop_last and not math.isinf(n):

@@ -48,7 +48,7 @@ OTHER_WORKERS = (
 
 
 class Stream(LoaderSource):
-    """The source of a loader over an iterable data set, which reads this rank's part of a stream of samples.
+    """Source for a loader over an iterable data set. It reads this rank's part of the stream of samples.
 
     `Shard` describes how the stream is split.
 

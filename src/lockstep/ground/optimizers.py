@@ -133,14 +133,14 @@ class CombinedOptimizer(Optimizer):
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers inside a `CombinedOptimizer`, at any depth. For any other, return ``[optimizer]``."""
+    """Return a list of the optimizers inside a `CombinedOptimizer`, at any depth; ``[optimizer]`` for any other."""
     if not isinstance(optimizer, CombinedOptimizer):
         return [optimizer]
     return [part for each in optimizer.optimizers for part in parts_of(each)]
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """Return the class name of an optimizer. For a combined one, the names of its optimizers follow in parentheses.
+    """Return an optimizer's class name. For a `CombinedOptimizer`, add the class names of its parts in parentheses.
 
     >>> class_of(CombinedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])))
     'CombinedOptimizer(SGD)'

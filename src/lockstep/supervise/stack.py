@@ -63,7 +63,7 @@ class Frame:
 
     @property
     def mark(self) -> Doing | None:
-        """What the decorator `does` or `waits` declares about this lockstep function; None for any other function."""
+        """Declaration by the decorator `does` or `waits` of this lockstep function; None for any other function."""
         return marks_in(self.file).get(self.function) if self.file.startswith(LOCKSTEP) else None
 
     def __str__(self) -> str:

@@ -26,7 +26,7 @@ RankCalls = tuple[list[int], str, Note]
 
 
 class Histories:
-    """Incremental comparison of the ranks' notes, each of which records one collective."""
+    """Incremental comparison of the ranks' notes. Each note records one collective."""
 
     def __init__(self) -> None:
         self._open: dict[CollectiveKey, dict[int, Note]] = {}
@@ -59,7 +59,7 @@ class Histories:
 
 @dataclass
 class _Trace:
-    """One rank's trace, with the rank's position and the index of the newest compared note.
+    """Trace of one rank, with the rank's position and the index of the newest note that has been compared.
 
     Attributes:
         read: the number of the newest note that has been compared.

@@ -77,7 +77,7 @@ class Semaphores:
 
     @classmethod
     def open(cls, group: comm.Group, count: int) -> Semaphores | None:
-        """Create ``count`` semaphores for a group on one host; None on all ranks if unsupported. Collective."""
+        """Create ``count`` semaphores for a group on one host. Return None on all ranks if unsupported. Collective."""
         pages = common_pages(group, count * BYTES)
         if pages is None:
             return None
@@ -193,7 +193,7 @@ class SharedReduction(AllReduce):
 
     @classmethod
     def open(cls, group: comm.Group) -> SharedReduction | None:
-        """Create the transport for ``group``; None, on all its ranks, if they cannot share memory. Collective.
+        """Create the transport for ``group``. Return None on all ranks if they cannot share memory. Collective.
 
         All ranks must run on one Linux host.
         """

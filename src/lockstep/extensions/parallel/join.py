@@ -181,7 +181,7 @@ class JoinedContainer(Protocol):
 
 
 class JoinState:
-    """State of a container in a ``Join``.
+    """State of a container while it takes part in a ``Join``.
 
     Attributes:
         by_all: if True, divide gradients by the number of all ranks; else by that of ranks with batches.

@@ -24,7 +24,7 @@ _DEADLOCK_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Ending:
-    """Status and error of a process that has ended.
+    """Result of a process that has ended: its status, its number of optimizer steps and its error.
 
     Attributes:
         status: "done" (the steps were made), "ended" (the script ended first), "failed", "killed" (by the system) or

@@ -173,7 +173,7 @@ class Steps:
             self._record(optimizer, parameters, closure=False)
 
     def _record(self, optimizer: Optimizer, parameters: list[Tensor], closure: bool) -> None:
-        """Record a step, and write its gradients."""
+        """Record an optimizer's step, and save the gradients of the step."""
         number, names = self._numbers[id(optimizer)], self.forwards.names()
         self._save("gradients", self._gradients(parameters))
         self._save("sums", {self._keys[id(p)]: self._own[id(p)] for p in parameters})

@@ -22,7 +22,7 @@ STEPS = 9
 
 @dataclass(frozen=True)
 class EngineCost:
-    """Seconds that a sharded engine adds to a training step on two ranks.
+    """Cost of a sharded engine: the seconds that it adds to a training step on two ranks.
 
     Attributes:
         step: constant seconds.

@@ -19,7 +19,7 @@ Record = dict[str, Tensor]
 
 
 class Memory:
-    """Named tensors that a communication hook stores for each parameter, saved by position in the buckets.
+    """Store of the named tensors that a communication hook needs for each parameter, saved by bucket and position.
 
     A checkpoint cannot refer to parameters, so it has the records by bucket and place. Its bucket plan is restored
     before the records are used.
@@ -84,7 +84,7 @@ class Memory:
         return sum(value.nbytes for record in self._records.values() for value in record.values())
 
     def state_dict(self) -> dict[int, list[Record]]:
-        """Return copies of the records by bucket and by the parameter's place in the bucket."""
+        """Return {bucket index: list of the records of the bucket's parameters}, with copies of the tensors."""
         layout = {**self._layout, **self._saved}
         return {
             index: [{name: value.detach().clone() for name, value in record.items()} for record in records]
