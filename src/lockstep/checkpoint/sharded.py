@@ -486,7 +486,7 @@ class _Writing:
         self.folder: storage.NewFolder | storage.NewRemoteFolder | None = None
 
     def prepare(self) -> Any:
-        """On each rank, raise for values that cannot be read back, and return this rank's plan."""
+        """On each rank, check that all values can be read back, and return this rank's plan."""
         if self.rank == 0:
             self.parts.meta = format.with_version(self.parts.meta)
         self.parts.ranks = {rank: format.with_version(part) for rank, part in self.parts.ranks.items()}

@@ -356,7 +356,7 @@ def describes_ranks(thing: object) -> bool:
 
 
 def described_world(environment: DescribesRanks, devices: int | None, num_nodes: int) -> World:
-    """Return the World that a user's cluster environment describes.
+    """Return the `World` (ranks, nodes and rendezvous of the run) that a user's cluster environment describes.
 
     Args:
         environment: the user's environment, whose ranks are running.

@@ -69,7 +69,7 @@ class Partition:
 
     @property
     def rest(self) -> int:
-        """Number of positions in a last window that is not full; 0 if all windows are full, or if it is dropped."""
+        """Number of positions in a partial last window; 0 if there is none, or if ``drop_last`` drops it."""
         return 0 if self.drop_last else self.n % self._window
 
     @property

@@ -100,7 +100,7 @@ class SynchronizedNorms:
         return self._present[absent]
 
     def set_zero_weight(self, zero_weight: bool) -> None:
-        """Exclude this rank's samples from the statistics if ``zero_weight``, as for a padding batch."""
+        """If ``zero_weight`` is True, exclude this rank's samples from the statistics, as for a padding batch."""
         for layer in self.layers:
             layer.zero_weight = zero_weight
 
@@ -138,14 +138,14 @@ class WindowBuffers:
         self._own: dict[str, Tensor] | None = None  # this rank's, while rank 0's replace them within a window
 
     def align(self) -> None:
-        """If the buffers may differ between ranks, overwrite them with rank 0's. In this case, it is collective."""
+        """If the buffers may differ between ranks, overwrite them with rank 0's. The call is then collective."""
         if self.differ:
             sync_buffers(self._module, None)
             self.differ = self.due = False
 
     @contextmanager
     def rank_0_values(self) -> Iterator[None]:
-        """Use rank 0's buffers inside the block. Within a window, restore this rank's own after it. Collective."""
+        """Use rank 0's buffers inside the block. Within a window, restore this rank's own at the end. Collective."""
         if self.due or not self.differ:
             self.align()
             yield

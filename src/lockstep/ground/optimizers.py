@@ -59,7 +59,7 @@ class CombinedOptimizer(Optimizer):
 
     @property
     def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]  # torch's is an attribute
-        """The states of all optimizers, by parameter."""
+        """Mapping from each parameter to its state, over all optimizers."""
         return _States(self.optimizers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -193,7 +193,7 @@ def _checked(seed: SupportsInt | str) -> int:
 
 
 def _numpy() -> Any:
-    """Return numpy, or None if it is not installed (torch works without it)."""
+    """Return the module numpy, or None if numpy is not installed."""
     try:
         import numpy
     except ImportError:

@@ -296,7 +296,7 @@ def configured_optimizers(session: Session) -> tuple[list[Optimizer], list[LRSch
 
 
 def check_module(session: Session, fn: TrainerFn) -> None:
-    """Raise if a module or its loaders lack something that ``fn`` needs.
+    """Raise an error if a module or its loaders lack something that the Trainer method ``fn`` needs.
 
     Raises:
         MisconfigurationException: a method or loader is missing, or a flag does not fit the module.
@@ -314,7 +314,7 @@ def check_module(session: Session, fn: TrainerFn) -> None:
 
 
 def check_steps(module: LightningModule, fn: TrainerFn) -> None:
-    """Raise if a module does not define a method that ``fn`` calls.
+    """Raise an error if a module does not define a method that the Trainer method ``fn`` calls.
 
     Raises:
         MisconfigurationException: names the missing method.

@@ -177,7 +177,7 @@ class Entry:
                 self.total = self.total + value
 
     def _on_device(self, value: Tensor) -> Tensor:
-        """Return a copy in float64, or in the device's widest dtype. A DTensor is gathered."""
+        """Return a copy of ``value`` in float64, or in the device's widest dtype. A DTensor is gathered."""
         wide = value.detach().to(widest(value.device), copy=True)  # a copy: the caller may change its loss in place
         return wide if type(wide) is Tensor or not hasattr(wide, "full_tensor") else wide.full_tensor()
 

@@ -170,7 +170,7 @@ class StepWatch:
 
 
 def _with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Iterate over an optimizer and all optimizers in its attributes, at any depth."""
+    """Yield an optimizer and all optimizers in its attributes, at any depth."""
     found: dict[int, Optimizer] = {}
     waiting = [optimizer]
     while waiting:

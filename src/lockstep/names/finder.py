@@ -114,7 +114,7 @@ def install() -> None:
 
 
 def put_first() -> Callable[[], object]:
-    """Move the finder before all other finders. Return the function that removes it."""
+    """Move the finder before all other finders. Return a function that removes the finder."""
     if FINDER in sys.meta_path:
         sys.meta_path.remove(FINDER)
     sys.meta_path.insert(0, FINDER)

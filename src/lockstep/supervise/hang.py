@@ -80,7 +80,7 @@ def location_of(snapshot: RankSnapshot, note: Note) -> str:
 
 
 def stopped(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
-    """Describe ranks suspended by a signal (not by a debugger) while other ranks wait; return None without any."""
+    """Describe ranks that a signal (not a debugger) suspended while other ranks wait; None if there are none."""
     halted = [snapshot for snapshot in snapshots if snapshot.state == STOPPED and snapshot.stopped >= HALTED]
     waiting = [snapshot for snapshot in snapshots if snapshot.state in (RUNS, SLEEPS) and snapshot.waited >= HALTED / 2]
     if not halted or not waiting:

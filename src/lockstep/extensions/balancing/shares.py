@@ -1,4 +1,4 @@
-"""Division of a global batch between ranks of unequal speed: window times, best shares, and when shares change.
+"""Division of a global batch between ranks of unequal speed: window times, best shares, and times of changes.
 
 All functions are pure: the same numbers give the same shares on every rank.
 """

@@ -65,7 +65,7 @@ class Weight:
             self._work: Any = dist.all_reduce(self._total, group=group, async_op=True)
 
     def factor(self) -> Tensor | float:
-        """Return the weight times the number of ranks, divided by the sum of all weights; 1 if all are equal."""
+        """Return the factor for gradients: this rank's weight, divided by the mean weight of all ranks."""
         if self._world == 1:
             return 1.0
         # the sum was started before the forward, so that it is there when the backward needs it

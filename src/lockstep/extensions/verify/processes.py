@@ -168,7 +168,7 @@ class Forked:
         return int(text) if text else None
 
     def kill(self) -> None:
-        """Kill the process and all that it started, and wait for its end."""
+        """Kill the process and all processes that it started, and wait until it has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.number, signal.SIGKILL)
         while self.poll() is None:
@@ -176,7 +176,7 @@ class Forked:
 
 
 def run(server: Server, settings: Settings, patience: Patience, together: int = 0) -> list[Ending]:
-    """Run a script in ``settings.world`` processes.
+    """Run a script in ``settings.world`` processes, and return how each process ended.
 
     Args:
         server: starts processes.
