@@ -263,7 +263,7 @@ class LightningDataModule(HyperparametersMixin):
 
 
 def _sizes(hook: Callable[[], object]) -> str:
-    """Return as text the lengths of the data sets of the loaders from ``hook``; "None" if ``hook`` raises."""
+    """Return, as text, the lengths of the data sets in the loaders from ``hook``. Return "None" if ``hook`` raises."""
     try:
         loaders, _ = flatten(hook())
     except Exception:  # the hook of another stage: its data is not set up, or there is none

@@ -235,7 +235,7 @@ class _Waiting:
         return f"`_init_weights` of {type(model).__name__}"
 
     def check(self) -> None:
-        """Raise if a layer on the meta device has no method that could initialize it."""
+        """Raise an error if a layer on the meta device has no method that could initialize it."""
         for layer, names in self.remaining():
             around = self.models[id(layer)] is not None or self.makers[id(layer)] is not None
             if not around and not callable(getattr(layer, "reset_parameters", None)):
@@ -467,7 +467,7 @@ class _Ties:
                 self._places.setdefault(id(tensor), []).append((layer, name))
 
     def restore(self) -> None:
-        """Share the tensors again, as before ``Module._apply``."""
+        """Make the layers share the tensors again, as before ``Module._apply``."""
         for (first, name), *others in self._places.values():
             for layer, other in others:
                 _put(layer, other, _found(first, name))

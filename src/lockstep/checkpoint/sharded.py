@@ -150,7 +150,7 @@ def _optimizer(state: Any, number: int, tensors: dict[str, Any]) -> Any:
 def _move_tensors(
     value: Any, path: tuple[str, ...], tensors: dict[str, Any], whole: bool, inside: tuple[int, ...] = ()
 ) -> Any:
-    """Move the tensors of a nested value to `tensors`.
+    """Move the tensors of a nested value to the dict `tensors`.
 
     In the returned value, each moved tensor is replaced by a placeholder with the tensor's name.
 
@@ -289,7 +289,7 @@ def _hash_of(content: dict[str, Any]) -> str:
 
 
 def check_files(folder: PathLike, index: Index, names: list[str] | None = None) -> None:
-    """Raise if a file of the folder differs in size or hash from its entry in the index.
+    """Raise an error if a file of the folder differs in size or hash from its entry in the index.
 
     Args:
         folder: the folder.

@@ -70,7 +70,7 @@ class CombinedOptimizer(Optimizer):
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call ``step`` of each of the optimizers, in their order.
+        """Call ``step`` of all optimizers, one after the other.
 
         Args:
             closure: called once, before the first step.

@@ -135,7 +135,7 @@ class Entry:
         self.epoch_fresh, self.step_fresh = self.on_epoch, micro_batch if self.on_step else 0
 
     def learn_quick(self, value: object) -> None:
-        """Enable the fast path of ``LightningModule.log`` for values of this type, if the reduction is a mean."""
+        """If the reduction is a mean, enable the fast path of ``LightningModule.log`` for the type of ``value``."""
         if self.op == "mean":
             kind = type(value)
             self.quick = (

@@ -207,7 +207,7 @@ def _make_layers(session: Session) -> None:
 
 
 def _portable(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes that can be pickled."""
+    """Return those of the ``attributes`` that can be pickled."""
     return {name: value for name, value in attributes.items() if _can_be_sent(value)}
 
 

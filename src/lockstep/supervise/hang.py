@@ -64,7 +64,7 @@ def mismatched(made: Iterable[Call]) -> Divergence | None:
 
 
 def diverged(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
-    """Describe the first collective in which the ranks' calls do not match, with stacks. Return None if all match."""
+    """Describe the first collective in which ranks' calls do not match, and add stacks. Return None if all match."""
     calls = differing((each.rank, location_of(each, note), note) for each in snapshots for note in each.notes)
     return Divergence(different_calls(calls), stacks_of(snapshots)) if calls else None
 

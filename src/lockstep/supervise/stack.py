@@ -72,7 +72,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack of frames, the innermost first."""
+    """Call stack: a tuple of frames, the innermost first, with the Trainer's hook and batch if they are known."""
 
     frames: tuple[Frame, ...]
     phase: str = field(default="", compare=False)  #: the hook that the rank is in, if its Trainer reported it

@@ -166,7 +166,7 @@ class Traces:
             )
 
     def made(self, keys: Collection[CollectiveKey]) -> list[RankCalls]:
-        """Return the ranks' calls of the collectives with these keys. Ranks with equal calls are grouped."""
+        """Return all ranks' calls of the collectives with these ``keys``. Ranks with equal calls are grouped."""
         found: dict[tuple[object, ...], RankCalls] = {}
         with self._lock:
             for rank, trace in sorted(self._traces.items()):

@@ -201,7 +201,7 @@ class RichProgressBar(DrawnProgressBar):
         super().on_exception(trainer, pl_module, exception)
 
     def print(self, *args: object, sep: str = " ", end: str = "\n", **kwargs: Any) -> None:
-        """Print above the bars.
+        """Print text above the bars.
 
         Arguments are those of Python's ``print``; text for a ``file`` is written to that file directly.
         """

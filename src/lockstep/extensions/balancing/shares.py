@@ -103,7 +103,7 @@ class Move:
 
 @dataclass
 class Votes:
-    """Counter of measurements that favor a change. A large change is due at once, a small one after several in a row.
+    """Counter of measurements that favor a change. A large change is made at once, a small one after several in a row.
 
     Whenever a small change takes most samples from a different rank than the last small change did, the required number
     of measurements doubles, up to `MOST_VOTES`.

@@ -303,7 +303,7 @@ class SlurmCluster:
         return Search(path / name)
 
     def _check(self, nb_trials: int | None, gpus: int) -> None:
-        """Raise if a numeric setting is below its minimum, or if two settings contradict each other."""
+        """Raise an error if a numeric setting is below its minimum, or if two settings contradict each other."""
         least = {
             "nb_trials": (nb_trials, 1),
             "per_experiment_nb_nodes": (self.per_experiment_nb_nodes, 1),

@@ -236,7 +236,7 @@ def _own_options(batch: Batch) -> dict[str, str | None]:
 
 
 def _check(option: Option, own: Mapping[str, str | None], batch: Batch) -> None:
-    """Raise if an option that the user has added contradicts the options of the script."""
+    """Raise an error if an option that the user has added contradicts the options of the script."""
     given = f"option --{option.name}{'' if option.value is None else f'={option.value}'} of sbatch"
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]+", option.name):
         raise MisconfigurationException(f"{given} is not a long name. Use the option's long name, such as 'partition'")

@@ -317,7 +317,7 @@ def _use_rate(trainer: Trainer, name: str, rate: float) -> None:
 
 
 def limited(limit: int | float, batches: int) -> int | float:
-    """Return a Trainer's limit of batches, reduced to ``batches``; a fraction below 1.0 is not changed."""
+    """Return a Trainer's limit of batches, capped at ``batches``. A fraction below 1.0 is not changed."""
     if isinstance(limit, float):
         return batches if limit == 1.0 else limit
     return min(limit, batches)

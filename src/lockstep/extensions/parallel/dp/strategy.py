@@ -142,7 +142,7 @@ def _is_metric(module: object) -> bool:
 
 
 def _share_metrics(module: nn.Module, shared: Callable[[Any], Any]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Replace the module's metrics with ``shared(metric)``. Return (container, name, original metric) for each."""
+    """Replace the module's metrics with ``shared(metric)``. Return a list of (container, name, original metric)."""
     changed = []
     for part in list(module.modules()):
         for name, child in part._modules.items():

@@ -92,7 +92,7 @@ class Memory:
         }
 
     def load_state_dict(self, saved: dict[int, list[Record]]) -> None:
-        """Load the result of `state_dict`. Parameters get their records when their buckets are first used."""
+        """Load the result of `state_dict`. Each parameter gets its record when its bucket is first used."""
         self._records.clear()
         self._layout.clear()
         self._saved = {

@@ -43,7 +43,7 @@ class GradBucket:
         self.absent = absent
 
     def index(self) -> int:
-        """Return the index of the bucket in the round, from 0."""
+        """Return the index of the bucket in the round of gradient reduction, from 0."""
         return self._index
 
     def buffer(self) -> Tensor:
@@ -60,7 +60,7 @@ class GradBucket:
         return self._parameters
 
     def is_last(self) -> bool:
-        """Return True for the last bucket of the round."""
+        """Return True for the last bucket in the round of gradient reduction."""
         return self._is_last
 
     def set_buffer(self, tensor: Tensor) -> None:
