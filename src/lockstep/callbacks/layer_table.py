@@ -362,7 +362,7 @@ def _count(parameters: Iterable[Tensor]) -> int:
 
 
 def _run_example(model: nn.Module) -> dict[str, dict[Any, int]]:
-    """Run the example input. Return {layer: {operator: floating point operations}}, with ``""`` for the whole model."""
+    """Run the example input. Return {layer name: {operator: floating point operations}}, with ``""`` for the sum."""
     from torch.utils.flop_counter import FlopCounterMode
 
     example = _prepare_example(model, model.example_input_array)

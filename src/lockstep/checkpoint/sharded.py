@@ -613,7 +613,7 @@ def _load(folder: PathLike, map_location: MAP_LOCATION, weights_only: bool | Non
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: PathLike, output_file: PathLike, tag: str | None = None
 ) -> dict[str, Any]:
-    """Convert a checkpoint folder of DeepSpeed, or any folder of parts, to one file. Lightning uses the same name.
+    """Convert a checkpoint folder of DeepSpeed, or any folder of parts, to one file. The name is as in Lightning.
 
     Files of the engine are unpickled, so they must come from a trusted source.
 

@@ -176,7 +176,7 @@ def _by_weight(count: int, weights: tuple[float, ...]) -> tuple[int, ...]:
 def _parts_by_weight(
     count: int, weights: tuple[float, ...], micro: int, part: int
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return (offset of a micro-batch in its window, number of positions of each rank, running sums of these)."""
+    """Return (offset of a micro-batch in its window, count of positions per rank, running sums of these numbers)."""
     totals = _by_weight(count, weights)
     sizes = tuple(total // micro + (part < total % micro) for total in totals)
     before = sum(even_span(total, micro, part)[0] for total in totals)

@@ -26,7 +26,7 @@ CollectiveKey = tuple[str, tuple[int, ...], int]
 
 
 def key_of(note: Note) -> CollectiveKey:
-    """Return the key of the collective that a note records. The notes of all ranks on a collective have equal keys."""
+    """Return the key of the collective that a note records. All ranks' notes of one collective have the same key."""
     return note.group, note.members, note.number
 
 

@@ -67,7 +67,7 @@ def combine(
     running_var: Tensor | None = None,
     momentum: float = 0.0,
 ) -> Statistics:
-    """Combine the ranks' rows into `Statistics`, in rank order, and update the running statistics (of their dtype)."""
+    """Combine the ranks' rows into `Statistics`, in rank order, and update the running statistics (same dtype)."""
     channels = rows.shape[1] // 2
     means, inverses, counts = rows[:, :channels], rows[:, channels : 2 * channels], rows[:, 2 * channels]
     # the dtype of the first argument alone selects the kernel: a 16-bit one would read 16-bit counts
