@@ -122,7 +122,7 @@ class LightningDataModule(HyperparametersMixin):
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Return a batch on ``device``.
+        """Move a batch to ``device``, and return it.
 
         Override it for batches with tensors in other objects than dicts, lists, tuples, dataclasses and objects with
         a method ``to``.
@@ -263,7 +263,7 @@ class LightningDataModule(HyperparametersMixin):
 
 
 def _sizes(hook: Callable[[], object]) -> str:
-    """Return as text the lengths of the data sets of the loaders from ``hook``; "None" if ``hook`` raises."""
+    """Return, as text, the lengths of the data sets in the loaders from ``hook``. Return "None" if ``hook`` raises."""
     try:
         loaders, _ = flatten(hook())
     except Exception:  # the hook of another stage: its data is not set up, or there is none

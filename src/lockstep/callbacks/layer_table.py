@@ -23,7 +23,7 @@ NOT_APPLICABLE = "n/a"
 
 
 class LayerSummary:
-    """A row of the table for one layer; a forward hook records the input and output sizes once.
+    """Row of the table for one layer. A hook records the layer's input and output sizes in the first forward.
 
     Args:
         module: the layer.
@@ -87,7 +87,7 @@ class LayerSummary:
 
 
 class ModelSummary:
-    """The layers of a module, one row each, and totals; ``str()`` returns the printed table.
+    """Table of a module's layers, with one row for each, and totals. ``str()`` returns the table as text.
 
     If the module has an ``example_input_array`` (a tensor, a tuple of arguments or a dict of keyword arguments), the
     module is called with it once, in evaluation mode and without gradients, to record the sizes and to count
@@ -127,7 +127,7 @@ class ModelSummary:
         self._layer_summary = self.summarize()
 
     def summarize(self) -> dict[str, LayerSummary]:
-        """Create the rows by layer name; if the model has an example input, run it to record sizes and operations.
+        """Return {layer name: row}. If the model has an example input, run it to record sizes and operations.
 
         Returns:
             a dict from the names of the shown layers to their rows, in the order of ``named_modules``.
@@ -170,7 +170,7 @@ class ModelSummary:
 
     @property
     def training_modes(self) -> list[bool]:
-        """List with True for each row whose layer is in training mode, and False for the others."""
+        """List of booleans, one for each row: True if the layer is in training mode."""
         return [layer.training for layer in self._layer_summary.values()]
 
     @property
@@ -185,7 +185,7 @@ class ModelSummary:
 
     @property
     def flop_counts(self) -> dict[str, dict[Any, int]]:
-        """Floating point operations for the example input, by layer name and operator.
+        """Dict of the floating point operations for the example input: {layer name: {operator: count}}.
 
         Without an example input, each layer has an empty dict.
         """
@@ -223,7 +223,7 @@ class ModelSummary:
 
     @property
     def total_training_modes(self) -> dict[str, int]:
-        """Number of submodules in ``"train"`` and in ``"eval"`` mode."""
+        """Dict with the number of submodules in ``"train"`` and in ``"eval"`` mode."""
         modes = [module.training for module in self._model.modules()][1:]
         return {"train": sum(modes), "eval": len(modes) - sum(modes)}
 
@@ -283,7 +283,7 @@ def totals_of(
     total_training_modes: Mapping[str, int],
     total_flops: int,
 ) -> list[tuple[str, str]]:
-    """Return (number, description) for each line below the table; FLOPs only if they were counted."""
+    """Return a list of (number, description) for the lines below the table. FLOPs are omitted if they are 0."""
     lines = [
         (readable_count(trainable_parameters), "Trainable params"),
         (readable_count(total_parameters - trainable_parameters), "Non-trainable params"),
@@ -362,7 +362,7 @@ def _count(parameters: Iterable[Tensor]) -> int:
 
 
 def _run_example(model: nn.Module) -> dict[str, dict[Any, int]]:
-    """Run the example input once; return floating point operations by layer name (``""`` for the sum) and operator."""
+    """Run the example input. Return {layer name: {operator: floating point operations}}, with ``""`` for the sum."""
     from torch.utils.flop_counter import FlopCounterMode
 
     example = _prepare_example(model, model.example_input_array)

@@ -23,7 +23,7 @@ _HOLD_VALUES = ("pathlib", "argparse", "builtins", "omegaconf")
 
 
 def annotations_of(cls: type) -> dict[str, Any]:
-    """Return the annotation of each ``__init__`` argument in a class and its base classes."""
+    """Return {argument: annotation} for the ``__init__`` methods of a class and its base classes."""
     found: dict[str, Any] = {}
     for kind in cls.__mro__:  # a subclass's annotation of an argument wins over that of its base
         init: Any = inspect.unwrap(vars(kind).get("__init__", object.__init__))
@@ -81,7 +81,7 @@ def instantiate(kind: Any, value: Any) -> Any:
 
 
 def _rebuild_dataclass(kind: Any, values: dict[str, Any]) -> Any:
-    """Instantiate a dataclass, and undo changes that ``__post_init__`` makes to fields with saved values."""
+    """Instantiate a dataclass from saved values, and undo what ``__post_init__`` changes in those values."""
     others = {field.name for field in dataclasses.fields(kind) if not field.init}
     # copies, because `__post_init__` may change them in place, and they are compared below
     built = kind(**copy.deepcopy({name: value for name, value in values.items() if name not in others}))

@@ -26,7 +26,7 @@ TIMES = 20
 
 @contextlib.contextmanager
 def reported_as_damage(path: object) -> Iterator[None]:
-    """Raise `CorruptCheckpoint` in place of the many errors that Python and torch raise for damaged files.
+    """Inside the block, convert the many errors that Python and torch raise for damaged files to `CorruptCheckpoint`.
 
     Args:
         path: path of the checkpoint.
@@ -52,7 +52,7 @@ def first_line(error: BaseException) -> str:
 
 
 def check_archive_size(file: IO[bytes], name: str) -> None:
-    """Raise if a zip file would unpack to far more than its own size.
+    """Raise an error if a zip file would unpack to far more than its own size.
 
     Only the zip file's directory is read.
 
@@ -78,7 +78,7 @@ def check_archive_size(file: IO[bytes], name: str) -> None:
 
 
 def check_index(content: Any) -> None:
-    """Raise if the parsed content of an ``index.json`` has wrong types, or names files outside its folder.
+    """Raise an error if the parsed ``index.json`` has wrong types, or names files outside its folder.
 
     Raises:
         ValueError: an entry has another type, or a file name leads out of the folder.

@@ -369,7 +369,7 @@ def _temporary_folder(target: Path) -> Iterator[Path]:
 
 
 def _run_on_rank_0(action: Callable[[], None], folder: Path) -> None:
-    """Run an action on rank 0, and raise an error of the action on all ranks. Collective."""
+    """Run an action on rank 0. If it raises an error, raise the error on all ranks. Collective."""
     error: Exception | None = None
     if comm.rank(None) == 0:
         try:
@@ -380,7 +380,7 @@ def _run_on_rank_0(action: Callable[[], None], folder: Path) -> None:
 
 
 class _Parts:
-    """The safetensors files of a folder, which the ranks write in turn.
+    """Writer of the safetensors files of a folder. The ranks write the files in turn.
 
     An error is stored and not raised until every rank has written its files.
 
@@ -402,7 +402,7 @@ class _Parts:
         self.error: Exception | None = None
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor to the last file; start a new file if the last one would become too large."""
+        """Add a tensor to the newest file, or to a new file if the newest one would become too large."""
         size = tensor.numel() * tensor.element_size()
         if self.sizes[-1] and sum(self.sizes[-1].values()) + size > self._limit:
             self.end()
@@ -412,7 +412,7 @@ class _Parts:
             self._buffered[name] = tensor.detach().cpu().contiguous()
 
     def end(self) -> None:
-        """Complete the last file: the rank whose turn it is writes the file's tensors."""
+        """Complete the newest file. The rank whose turn it is writes the tensors of the file."""
         held, self._buffered = self._buffered, {}
         if not held or self.error is not None:
             return

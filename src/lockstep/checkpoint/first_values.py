@@ -118,7 +118,7 @@ def fill_whole(module: nn.Module, device: torch.device = CPU) -> None:
 
 @torch.no_grad()
 def stand_in(module: nn.Module) -> dict[int, pretrained.Source]:
-    """Replace parameters that will be loaded with placeholders without memory; load buffers now.
+    """Replace parameters that will be loaded later with placeholders without memory, and load buffers now.
 
     Returns:
         the source of each parameter's values, by the parameter's id.
@@ -164,7 +164,7 @@ def _give_memory(
 
 
 class _Waiting:
-    """Layers with tensors on the meta device that are still to be initialized.
+    """Tracker of a module's layers with tensors on the meta device, and of the tensors that are not yet initialized.
 
     Attributes:
         names: names, within a layer, of the layer's tensors that still need values; by the layer's id.
@@ -222,7 +222,7 @@ class _Waiting:
         self.pending = {key: list(names) for key, names in self.names.items()}
 
     def pending_within(self, maker: nn.Module) -> Pending:
-        """Return (layer, tensor names) for the layers in ``maker`` that its ``init_weights()`` should initialize."""
+        """Return a list of (layer, tensor names) for the layers that ``maker.init_weights()`` should initialize."""
         return [(layer, self.pending[id(layer)]) for layer in maker.modules() if self.pending.get(id(layer))]
 
     def maker_of(self, layer: nn.Module) -> str:
@@ -235,7 +235,7 @@ class _Waiting:
         return f"`_init_weights` of {type(model).__name__}"
 
     def check(self) -> None:
-        """Raise if a layer on the meta device has no method that could initialize it."""
+        """Raise an error if a layer on the meta device has no method that could initialize it."""
         for layer, names in self.remaining():
             around = self.models[id(layer)] is not None or self.makers[id(layer)] is not None
             if not around and not callable(getattr(layer, "reset_parameters", None)):
@@ -362,7 +362,7 @@ def _copy_part(layer: nn.Module, name: str, own: Tensor, waiting: _Waiting) -> N
 
 @contextmanager
 def _unsharded(layer: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
-    """Replace a layer's tensors inside the block, so that one call of an initialization method can fill them.
+    """Inside the block, replace a layer's tensors with full ones, which an initialization method can fill.
 
     The named tensors are replaced with full ones on the CPU, and all others with copies.
     """
@@ -400,7 +400,7 @@ def _mark_unset(tensor: Tensor) -> None:
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """Return a mask of the elements that still have the value that `_mark_unset` has written.
+    """Return a mask of the elements that are still unset: they have the value that `_mark_unset` has written.
 
     For unsigned and boolean dtypes, which have no value to spare as a mark, all elements are False.
     """
@@ -417,7 +417,7 @@ def _is_signed(tensor: Tensor) -> bool:
 
 @contextmanager
 def _flagged(module: nn.Module) -> Iterator[None]:
-    """Flag the tensors that will be loaded, so that transformers' init functions draw no numbers for them."""
+    """Inside the block, flag the tensors that will be loaded. Then transformers' init functions skip them."""
     tensors = [_found(layer, name) for layer, name, _ in pretrained.planned(module)]
     for tensor in tensors:
         setattr(tensor, FLAG, True)
@@ -429,7 +429,7 @@ def _flagged(module: nn.Module) -> Iterator[None]:
 
 
 def _guarded() -> AbstractContextManager[object]:
-    """Make torch's init functions skip the tensors that `_flagged` has flagged, as transformers' functions do."""
+    """Return a context in which torch's init functions also skip the tensors that `_flagged` has flagged."""
     if "transformers" not in sys.modules:
         return nullcontext()
     with suppress(ImportError):  # an older version
@@ -449,7 +449,7 @@ def _on_meta(layer: nn.Module) -> Iterator[str]:
 
 
 class _Ties:
-    """Record of the tensors on the meta device that layers share, to share them again after ``Module._apply``.
+    """Record of the layers that share tensors on the meta device, to restore the sharing after ``Module._apply``.
 
     Attributes:
         names: names of the tensors that a layer should initialize, by the layer's id.
@@ -467,7 +467,7 @@ class _Ties:
                 self._places.setdefault(id(tensor), []).append((layer, name))
 
     def restore(self) -> None:
-        """Share the tensors again, as before ``Module._apply``."""
+        """Make the layers share the tensors again, as before ``Module._apply``."""
         for (first, name), *others in self._places.values():
             for layer, other in others:
                 _put(layer, other, _found(first, name))

@@ -63,10 +63,10 @@ class EngineFolders(Protocol):
     """Interface for reading and writing DeepSpeed's own checkpoint folders, implemented by the DeepSpeed extension."""
 
     def read(self, path: PathLike, place: Place | None, weights_only: bool | None) -> dict[str, Any]:
-        """Return the checkpoint in the form in which a single process would have written it."""
+        """Return the checkpoint at ``path``, in the form that a single process writes."""
 
     def write(self, checkpoint: dict[str, Any], folder: Path) -> None:
-        """Write a checkpoint in the form in which DeepSpeed's engine would write it on one rank."""
+        """Write a checkpoint to ``folder``, in the form that DeepSpeed's engine writes on one rank."""
 
 
 def is_engines(path: PathLike) -> bool:
@@ -85,7 +85,7 @@ def engine_folders() -> EngineFolders:
 
 
 def is_sharded(path: PathLike | IO[bytes]) -> bool:
-    """Return True if `path` is a checkpoint folder of lockstep, Lightning or DeepSpeed; it may be damaged."""
+    """Return True if `path` is a checkpoint folder of lockstep, Lightning or DeepSpeed, whether intact or damaged."""
     if not isinstance(path, (str, os.PathLike)) or storage.is_file(path):
         return False
     return any(storage.is_file(storage.inside(path, name)) for name in (INDEX, METADATA, LATEST))
@@ -140,7 +140,7 @@ def split(checkpoint: Mapping[str, Any], rank: int | None = None) -> FolderParts
 
 
 def _optimizer(state: Any, number: int, tensors: dict[str, Any]) -> Any:
-    """Move the tensors of an optimizer's state dict to `tensors`; replace each by a placeholder with its name."""
+    """Move the tensors of an optimizer's state dict to `tensors`. Return the dict with placeholders in their place."""
     if not isinstance(state, dict):
         return state
     each = _move_tensors(state.get("state", {}), (f"optimizer_{number}", "state"), tensors, whole=True)
@@ -150,7 +150,7 @@ def _optimizer(state: Any, number: int, tensors: dict[str, Any]) -> Any:
 def _move_tensors(
     value: Any, path: tuple[str, ...], tensors: dict[str, Any], whole: bool, inside: tuple[int, ...] = ()
 ) -> Any:
-    """Move the tensors of a nested value to `tensors`.
+    """Move the tensors of a nested value to the dict `tensors`.
 
     In the returned value, each moved tensor is replaced by a placeholder with the tensor's name.
 
@@ -279,7 +279,7 @@ class Index:
         return cls(content["files"], content["tensors"], content["about"])
 
     def within(self, folder: PathLike) -> str:
-        """Return the path of the folder with DCP's files: `folder` itself, or a subfolder if `folder` is a URL."""
+        """Return the path of the folder that contains DCP's files: `folder`, or a subfolder of it if it is a URL."""
         prefix = next((os.path.dirname(name) for name in self.files if os.path.basename(name) == METADATA), "")
         return storage.inside(folder, prefix) if prefix else os.fspath(folder)
 
@@ -289,7 +289,7 @@ def _hash_of(content: dict[str, Any]) -> str:
 
 
 def check_files(folder: PathLike, index: Index, names: list[str] | None = None) -> None:
-    """Raise if a file of the folder differs in size or hash from its entry in the index.
+    """Raise an error if a file of the folder differs in size or hash from its entry in the index.
 
     Args:
         folder: the folder.
@@ -328,7 +328,7 @@ def sha256_of(path: PathLike) -> str:
 
 
 def _files_to_check(files: Mapping[str, dict[str, Any]], rank: int, world: int) -> list[str]:
-    """Return the files that a rank hashes; the bytes of all files are divided about evenly over the ranks."""
+    """Return the names of the files that a rank hashes. All files' bytes are divided about evenly over the ranks."""
     loads, mine = [0] * world, []
     # with the name as a second key every rank has the same order, and so the same shares
     for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
@@ -343,11 +343,11 @@ def _files_to_check(files: Mapping[str, dict[str, Any]], rank: int, world: int) 
 
 
 class OnRank(RankFailed):
-    """Error that ranks raise because another rank has failed, although they have not failed themselves."""
+    """Error that a rank raises because another rank has failed."""
 
 
 def together(act: Callable[[], T], conclude: Callable[[list[T]], list[R]], group: comm.Group = None) -> R:
-    """Call `act` on each rank, and `conclude` on rank 0, which returns a value for each rank. Collective.
+    """Call `act` on each rank, then `conclude` on rank 0; return the value that it computes for this rank. Collective.
 
     Args:
         act: called on each rank.
@@ -422,7 +422,7 @@ def write(parts: FolderParts, planner: Planner, path: PathLike, group: comm.Grou
 
 
 def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike, group: comm.Group = None) -> None:
-    """Let a given function write a folder, completely or not at all, and index the folder's files. Collective.
+    """Write a folder with the function `save`, completely or not at all, and add an index of its files. Collective.
 
     Args:
         save: writes into the folder, on all ranks.
@@ -479,14 +479,14 @@ def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike
 
 
 class _Writing:
-    """The steps in which `write` writes one checkpoint."""
+    """Steps of one call of `write`, as methods in the order in which they run."""
 
     def __init__(self, parts: FolderParts, planner: Planner, path: PathLike, rank: int) -> None:
         self.parts, self.planner, self.path, self.rank = parts, planner, path, rank
         self.folder: storage.NewFolder | storage.NewRemoteFolder | None = None
 
     def prepare(self) -> Any:
-        """On each rank, raise for values that cannot be read back, and return this rank's plan."""
+        """On each rank, check that all values can be read back, and return this rank's plan."""
         if self.rank == 0:
             self.parts.meta = format.with_version(self.parts.meta)
         self.parts.ranks = {rank: format.with_version(part) for rank, part in self.parts.ranks.items()}
@@ -613,7 +613,7 @@ def _load(folder: PathLike, map_location: MAP_LOCATION, weights_only: bool | Non
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: PathLike, output_file: PathLike, tag: str | None = None
 ) -> dict[str, Any]:
-    """Convert a checkpoint folder of DeepSpeed, or any folder of parts, to one file; the name is Lightning's.
+    """Convert a checkpoint folder of DeepSpeed, or any folder of parts, to one file. The name is as in Lightning.
 
     Files of the engine are unpickled, so they must come from a trusted source.
 
@@ -654,7 +654,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def outline(path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
-    """Check a checkpoint's hashes and return it with tensors on the meta device where possible.
+    """Check the hashes of a checkpoint. Return the checkpoint, with tensors on the meta device where possible.
 
     Arguments and errors are those of `load`.
     """
@@ -737,7 +737,7 @@ def _within(folder: PathLike, index: Index | None) -> str:
 
 
 class _Reading:
-    """A reader of a checkpoint folder whose files have been checked.
+    """Reader of a checkpoint folder, used after the folder's files were checked.
 
     Attributes:
         ranks: number of ranks that have saved their own state.
@@ -766,7 +766,7 @@ class _Reading:
         self._has_ranks = "ranks" in self.meta.get(OWN, {})
 
     def tensors(self, place: Place) -> dict[str, Tensor]:
-        """Read all tensors, each into the destination that `place` creates for it; return them by name."""
+        """Read all tensors, each into the destination that `place` creates for it. Return {name: tensor}."""
         from lockstep.checkpoint import dcp
 
         known = dcp.tensors_in(self.metadata)
@@ -782,14 +782,14 @@ class _Reading:
         return made
 
     def shapes(self) -> dict[str, Tensor]:
-        """Return all tensors by name, on the meta device."""
+        """Return {name: tensor on the meta device} for all tensors."""
         from lockstep.checkpoint import dcp
 
         known = dcp.tensors_in(self.metadata).items()
         return {name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta") for name, entry in known}
 
     def whole(self, tensors: Mapping[str, Tensor], mine: Any) -> dict[str, Any]:
-        """Assemble the checkpoint's dict, with the rank-specific states of the ranks in ``mine`` only."""
+        """Assemble the checkpoint's dict from ``tensors`` and the rank-specific states of the ranks in ``mine``."""
         ranks: list[Any] = [{} for _ in range(self.ranks)]
         for rank in mine:
             part = format.load(storage.inside(self.folder, f"rank_{rank}.pt"), "cpu")
@@ -807,7 +807,7 @@ class _Reading:
 
 
 def glance(path: PathLike) -> dict[str, Any]:
-    """Return a local checkpoint's dict without checks; tensors are read from the disk only when accessed.
+    """Return a local checkpoint's dict without any checks. Tensors are read from the disk only when accessed.
 
     For a folder of parts, the dict lacks weights and optimizer states. Return an empty dict at a URL, for a damaged
     file, or for a file that needs ``weights_only=False``.

@@ -63,7 +63,7 @@ class ClusterEnvironment(ABC):
 
     @abstractmethod
     def global_rank(self) -> int:
-        """Return the rank of this process among all, from 0."""
+        """Return the rank of this process among all processes, from 0."""
 
     @abstractmethod
     def local_rank(self) -> int:
@@ -71,7 +71,7 @@ class ClusterEnvironment(ABC):
 
     @abstractmethod
     def node_rank(self) -> int:
-        """Return the number of this node, from 0."""
+        """Return the index of this node, from 0."""
 
     def set_world_size(self, size: int) -> None:  # noqa: B027, may be left as it is
         """Do nothing: the cluster has assigned the ranks.
@@ -109,7 +109,7 @@ class ClusterEnvironment(ABC):
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """Environment of ranks that lockstep starts itself, the default without a cluster.
+    """Cluster environment for ranks that lockstep starts itself. It is the default without a cluster.
 
     Passed explicitly, it disables the detection of clusters.
 
@@ -167,12 +167,12 @@ class LightningEnvironment(ClusterEnvironment):
         return read_number(os.environ, "LOCAL_RANK", default=0)
 
     def node_rank(self) -> int:
-        """Return the number of this node: ``NODE_RANK``, else ``GROUP_RANK``, else 0."""
+        """Return the index of this node: ``NODE_RANK``, else ``GROUP_RANK``, else 0."""
         return read_number(os.environ, "NODE_RANK", default=read_number(os.environ, "GROUP_RANK", default=0))
 
 
 class KnownEnvironment(ClusterEnvironment):
-    """Base class of environments of ranks that a recognized cluster has started.
+    """Base class of environments for the clusters that lockstep recognizes. The cluster has started the ranks.
 
     lockstep detects such a cluster by itself, without an environment object.
 
@@ -216,7 +216,7 @@ class KnownEnvironment(ClusterEnvironment):
         return self._world().size
 
     def global_rank(self) -> int:
-        """Return the rank of this process among all, from 0."""
+        """Return the rank of this process among all processes, from 0."""
         return self._world().rank
 
     def local_rank(self) -> int:
@@ -224,12 +224,12 @@ class KnownEnvironment(ClusterEnvironment):
         return self._world().local_rank
 
     def node_rank(self) -> int:
-        """Return the number of this node, from 0."""
+        """Return the index of this node, from 0."""
         return self._world().node_rank
 
 
 class TorchElasticEnvironment(KnownEnvironment):
-    """Environment of ranks that ``torchrun`` started."""
+    """Cluster environment for ranks that ``torchrun`` started."""
 
     cluster = "torchelastic"
 
@@ -240,25 +240,25 @@ class TorchElasticEnvironment(KnownEnvironment):
 
 
 class LSFEnvironment(KnownEnvironment):
-    """Environment of ranks that LSF's ``jsrun`` started."""
+    """Cluster environment for ranks that LSF's ``jsrun`` started."""
 
     cluster = "lsf"
 
 
 class KubeflowEnvironment(KnownEnvironment):
-    """Environment of ranks that Kubeflow's PyTorchJob started, one in each pod."""
+    """Cluster environment for ranks that Kubeflow's PyTorchJob started, one in each pod."""
 
     cluster = "kubeflow"
 
 
 class MPIEnvironment(KnownEnvironment):
-    """Environment of ranks that ``mpirun`` started. It reads mpirun's variables and does not need mpi4py."""
+    """Cluster environment for ranks that ``mpirun`` started. It reads mpirun's variables, and does not need mpi4py."""
 
     cluster = "mpi"
 
 
 class SLURMEnvironment(KnownEnvironment):
-    """Environment of ranks that SLURM's ``srun`` started.
+    """Cluster environment for ranks that SLURM's ``srun`` started.
 
     Args:
         auto_requeue: when SLURM sends ``requeue_signal``, save the run at the next boundary and requeue the job. The
@@ -292,7 +292,7 @@ class SLURMEnvironment(KnownEnvironment):
 
     @staticmethod
     def job_id() -> int | None:
-        """Return the SLURM job's number. None outside a job, or in an interactive shell of a job."""
+        """Return the SLURM job's id. Return None outside a job, or in an interactive shell of a job."""
         if slurm.is_interactive(os.environ) or "SLURM_JOB_ID" not in os.environ:
             return None
         return read_number(os.environ, "SLURM_JOB_ID")
@@ -330,7 +330,7 @@ def environment_named(name: str) -> ClusterEnvironment:
 
 
 class DescribesRanks(Protocol):
-    """The attributes that lockstep reads from a user's cluster environment, whatever its base class is."""
+    """Protocol of a user's cluster environment: the attributes that lockstep reads, whatever its base class is."""
 
     creates_processes_externally: bool
     main_address: str
@@ -356,7 +356,7 @@ def describes_ranks(thing: object) -> bool:
 
 
 def described_world(environment: DescribesRanks, devices: int | None, num_nodes: int) -> World:
-    """Return the World that a user's cluster environment describes.
+    """Return the `World` (ranks, nodes and rendezvous of the run) that a user's cluster environment describes.
 
     Args:
         environment: the user's environment, whose ranks are running.

@@ -175,7 +175,7 @@ class Feed:
             self._batches = self._spec.compared(self._source.open(epoch, 0, start_batch, self._stop))
 
     def prepare(self, epoch: int, accumulate: int) -> None:
-        """Set the epoch. If it was planned or started with another number of ranks, divide it among the current ones.
+        """Set the epoch. Divide it among the current ranks if it was planned or started with another number of ranks.
 
         Args:
             epoch: number of the epoch, from 0.
@@ -199,12 +199,12 @@ class Feed:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The ranks' shares of a global batch, as set most recently; empty if all shares are equal."""
+        """Each rank's share of a global batch, as set most recently; an empty tuple if all shares are equal."""
         return self._latest
 
     @property
     def drawn(self) -> int:
-        """Number of this epoch's micro-batches that this rank has already drawn; new shares do not change them.
+        """Number of this epoch's micro-batches that this rank has drawn. New shares apply only to later ones.
 
         Prefetched micro-batches count as drawn.
         """
@@ -212,7 +212,7 @@ class Feed:
 
     @property
     def sources(self) -> list[LoaderSource]:
-        """A list with the source that the feed reads. The source may combine several loaders."""
+        """List with one entry: the source that the feed reads. The source may combine several loaders."""
         return [self._source]
 
     @property
@@ -227,7 +227,7 @@ class Feed:
         return (batch * self._size, micro) if micro * batch * self._size == whole else (whole, 1)
 
     def reshare(self, shares: Sequence[float], number: int | None) -> int | None:
-        """Set new shares for the ranks, which apply from the first window that starts at or after ``number``.
+        """Set new shares for the ranks, from the first window that starts at or after micro-batch ``number``.
 
         Call this method on all ranks with the same arguments.
 
@@ -253,7 +253,7 @@ class Feed:
         return number
 
     def shares_state(self) -> dict[str, Any] | None:
-        """Return the ranks' shares of current and later global batches, for :meth:`load_shares`; None if fixed."""
+        """Return the ranks' current and later shares, for :meth:`load_shares`; None if shares never change."""
         if not self._spec.reshared:
             return None
         by_number = [[number, list(shares)] for number, shares in self._shares]
@@ -281,7 +281,7 @@ class Feed:
 
     @property
     def orders(self) -> list[LoaderOrder]:
-        """For each loader, the order in which it yields its samples."""
+        """List with the order in which each loader yields its samples."""
         return [leaf.order() for leaf in self._source.leaves()]
 
     # -- counting by the plan
@@ -294,7 +294,7 @@ class Feed:
         return min(self._source.planned(self.counting.ranks), self._limit)
 
     def rows_at(self, number: int) -> int:
-        """Convert a number of micro-batches in the current epoch to a number of planned batches."""
+        """Return how many planned batches correspond to the first ``number`` micro-batches of the current epoch."""
         if not self.counting.is_replanned:
             return number
         rows, all_rows = self.counting.rows(self._epoch, number, self._accumulate), self.rows
@@ -302,7 +302,7 @@ class Feed:
         return int(all_rows if at_end else min(rows, all_rows))
 
     def samples(self, number: int) -> tuple[list[int], int] | None:
-        """Return the data set indices of this rank's part of a micro-batch, and the first one's position in the epoch.
+        """Return (data set indices of this rank's part of a micro-batch, position of the first one in the epoch).
 
         Return None if the indices are unknown: with several loaders, a stream, or a user's own sampler.
 
@@ -321,7 +321,7 @@ class Feed:
         return (number - self._first) % self.counting.micro(accumulate)
 
     def reached(self, number: int) -> ResumePoint:
-        """Return the resume point after ``number`` micro-batches, which end a window.
+        """Return the point from which to resume after the epoch's first ``number`` micro-batches, which end a window.
 
         It is valid for a resume on any number of ranks.
         """
@@ -343,7 +343,7 @@ class Feed:
         return self._known(micro) if self._ahead else self._fetched(micro)
 
     def state_dict(self, under_way: bool = False) -> dict[str, Any]:
-        """Return the state of this rank's loaders for a resume, in addition to epoch and micro-batch. Often empty.
+        """Return what this rank's loaders need for a resume besides epoch and micro-batch; often an empty dict.
 
         Args:
             under_way: return the state before the batch that was yielded last, so that a resume yields it again.
@@ -353,7 +353,7 @@ class Feed:
         return self._source.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`. Call the method before :meth:`begin` resumes the epoch.
+        """Load the result of :meth:`state_dict`. Call this method before :meth:`begin` resumes the epoch.
 
         Args:
             state: result of :meth:`state_dict` on this rank.
@@ -404,7 +404,7 @@ class Feed:
             number, done = after, 0
 
     def _weighed_window(self, rows: list[list[Sequence[float]]], last: bool, done: int) -> Window:
-        """Return a window of unequal micro-batches. ``rows`` has the weights of each one, for all loaders and ranks."""
+        """Return a window of unequal micro-batches. Their weights for all loaders and ranks are in ``rows``."""
         mine = [[part[self._spec.rank] for part in row] for row in rows]
         # sums over all ranks run inside Python's built-in functions, for speed
         weights = [row[0] if len(row) == 1 else list(map(max, *row)) for row in rows]
@@ -424,7 +424,7 @@ class Feed:
         of_parts: Sequence[Sequence[float]],
         ranks: Sequence[int] | None,
     ) -> list[Part]:
-        """Return (weight, share) for each of this rank's micro-batches, if only ``ranks`` average their gradients.
+        """Return a list of (weight, share) for this rank's micro-batches, if only ``ranks`` average their gradients.
 
         Args:
             weights: weights of this rank's micro-batches.
@@ -496,7 +496,7 @@ class Feed:
             number, done = number + size, 0
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:
-        """Yield a window's batches. Before the last one, make ``after`` the loader state that checkpoints save."""
+        """Yield a window's batches. Before the last one, set ``after`` as the loader state that checkpoints save."""
         self._before = None
         for batch, _ in mine[:-1]:
             yield batch
@@ -507,7 +507,7 @@ class Feed:
     def _agree(
         self, weights: list[float], more: bool, room: int
     ) -> tuple[list[tuple[int, ...]], list[float], bool, list[list[float]]]:
-        """Exchange each rank's weights (numbers of samples) of a window's micro-batches. Collective.
+        """Exchange between all ranks the weights (numbers of samples) of a window's micro-batches. Collective.
 
         Returns:
             for each micro-batch the ranks without samples; the sum of each rank's weights; True if no rank has more
@@ -526,7 +526,7 @@ class Feed:
         return absent, ranks[:, 1].tolist(), not bool(ranks[:, 2].any()), ranks[:, 3 + room :].T.tolist()
 
     def _any_batch(self) -> Any:
-        """Return a batch of this rank that pads a window in which the rank has no data."""
+        """Return any batch of this rank, as padding for a window in which the rank has no data."""
         batch = next(self._source.open(self._epoch, 0, 0, 1), _END)
         if batch is _END:
             raise MisconfigurationException(
@@ -544,7 +544,7 @@ ARRAYS = (Tensor, np.ndarray)
 
 
 class LastingBatches:
-    """Buffer for batches that are drawn ahead, which copies the batches if the loader reuses their memory.
+    """Buffer for batches that are drawn ahead. It copies the batches if the loader reuses their memory.
 
     To detect such a loader, the first batches are copied when they are drawn, and compared with the originals after
     later batches were drawn, before the first one is yielded.
@@ -558,7 +558,7 @@ class LastingBatches:
         self._lasting = 0  # this many buffered batches have stayed unchanged
 
     def draw(self, batches: Iterator[WeighedBatch], held: list[WeighedBatch], count: int) -> None:
-        """Draw batches until ``held`` has ``count`` batches or the loader ends.
+        """Draw batches into the list ``held``, until it has ``count`` batches or the loader ends.
 
         Args:
             batches: the loader's batches with their weights.
@@ -683,7 +683,7 @@ class EvaluationFeed:
         return cls([Mixed(parts, nest, mode, counts)], spec, [LENGTHS[mode](counts)], False, counts)
 
     def begin(self, epoch: int, limit: int | None = None) -> None:
-        """Set the epoch by which the next pass is shuffled, and optionally a limit of batches."""
+        """Set the epoch that determines the next pass's shuffling, and optionally a limit on its batches."""
         self._epoch = epoch
         self._limit = limit
 

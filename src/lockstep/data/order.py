@@ -31,7 +31,7 @@ def make_key(*parts: int | str) -> int:
 
 
 def mix(key: int, position: int) -> int:
-    """Hash a key and a position to 64 pseudo-random bits. Uses splitmix64 in Python's integers (under 1 us)."""
+    """Return 64 pseudo-random bits for a key and a position, by splitmix64 in Python's integers (under 1 us)."""
     x = (key + (position + 1) * _GOLDEN) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -133,7 +133,7 @@ class Feistel:
 
 
 def scramble(values: Tensor, key: int) -> Tensor:
-    """Return a new tensor with 61 pseudo-random bits for each int64 value. Uses the last steps of splitmix64."""
+    """Hash each int64 value with ``key`` to 61 pseudo-random bits, by the last steps of splitmix64. Not in place."""
     x = (values + key).mul_(_M1)
     # `>>` of int64 copies the sign bit; the masks make it a logical shift.
     x.bitwise_xor_((x >> 29).bitwise_and_((1 << 35) - 1))

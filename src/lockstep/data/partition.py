@@ -21,7 +21,7 @@ has drawn (as plain data). None if only the number of micro-batches is known."""
 
 @dataclass(frozen=True)
 class Partition:
-    """A division of ``n`` positions into accumulation windows, micro-batches, and the parts of the ranks.
+    """Division of an epoch's ``n`` positions into accumulation windows, micro-batches, and the parts of the ranks.
 
     A window is a global batch of ``batch x size`` positions, or ``window`` positions if set. Ranks share it evenly
     (their parts differ by at most one position) or by weight. Each rank divides its part evenly over the window's
@@ -58,7 +58,7 @@ class Partition:
 
     @property
     def full(self) -> int:
-        """Number of the first micro-batch that has fewer than ``batch x size`` positions, or none for some rank.
+        """Index of the first micro-batch with fewer than ``batch x size`` positions, or with none for some rank.
 
         Equal to ``number`` if a full window does not have ``batch x size`` positions.
         """
@@ -69,16 +69,16 @@ class Partition:
 
     @property
     def rest(self) -> int:
-        """Number of positions in the last window if it is not full and not dropped; 0 otherwise."""
+        """Number of positions in a partial last window; 0 if there is none, or if ``drop_last`` drops it."""
         return 0 if self.drop_last else self.n % self._window
 
     @property
     def length(self) -> int:
-        """One more than the number of the last micro-batch; micro-batches are counted from 0 in the epoch."""
+        """Index after the last micro-batch, counted from the start of the epoch."""
         return self.number + self.n // self._window * self._micro(self._window) + self._micro(self.rest)
 
     def span(self, number: int, rank: int) -> tuple[int, int]:
-        """Return the first position and the end of a rank's part of a micro-batch; equal if the part is empty."""
+        """Return (first position, position after the last) of a rank's part of a micro-batch; equal if it is empty."""
         start, count, micro, part = self._locate(number)
         if not self.weights:  # a faster form of the code below
             return even_span(count, micro * self.size, part * self.size + rank, start)
@@ -86,7 +86,7 @@ class Partition:
         return start + before + (ends[rank - 1] if rank else 0), start + before + ends[rank]
 
     def sizes(self, number: int) -> list[int]:
-        """Return for each rank the number of positions that it has in a micro-batch."""
+        """Return a list with each rank's number of positions in a micro-batch."""
         _, count, micro, part = self._locate(number)
         if self.weights:
             return list(_parts_by_weight(count, self.weights, micro, part)[1])
@@ -125,7 +125,7 @@ class Partition:
         return -(-count // (self.batch * self.size))
 
     def _locate(self, number: int) -> tuple[int, int, int, int]:
-        """Return the start and sizes of the window that contains micro-batch ``number``, and the index in the window.
+        """Locate a micro-batch: return the start and sizes of its window, and the micro-batch's index in the window.
 
         The result is the window's first position, its number of positions, its number of micro-batches, and the
         micro-batch's index.
@@ -137,7 +137,7 @@ class Partition:
 
 
 def even_span(count: int, size: int, rank: int, start: int = 0) -> tuple[int, int]:
-    """Return the first position and the end of a rank's part, if ranks divide ``count`` positions evenly.
+    """Return (first position, position after the last) of a rank's part, if ranks divide ``count`` positions evenly.
 
     Parts differ by at most one position.
     """
@@ -147,7 +147,7 @@ def even_span(count: int, size: int, rank: int, start: int = 0) -> tuple[int, in
 
 
 def apportion(count: int, size: int, weights: tuple[float, ...] = ()) -> Sequence[int]:
-    """Return the number of positions of each rank, if ``count`` positions are divided evenly or by weight.
+    """Return each rank's number of positions, if ``count`` positions are divided evenly or by ``weights``.
 
     The remainder after rounding down goes to the ranks with the largest fractions; ties go to the lower rank.
     """
@@ -176,7 +176,7 @@ def _by_weight(count: int, weights: tuple[float, ...]) -> tuple[int, ...]:
 def _parts_by_weight(
     count: int, weights: tuple[float, ...], micro: int, part: int
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return a micro-batch's offset in its window, the ranks' numbers of positions, and their running sums."""
+    """Return (offset of a micro-batch in its window, count of positions per rank, running sums of these numbers)."""
     totals = _by_weight(count, weights)
     sizes = tuple(total // micro + (part < total % micro) for total in totals)
     before = sum(even_span(total, micro, part)[0] for total in totals)
@@ -185,7 +185,7 @@ def _parts_by_weight(
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """Plan that divides an epoch into windows if the epoch was planned or started on a different number of ranks."""
+    """Plan of the windows in an epoch that was planned or started on a different number of ranks."""
 
     ranks: int
     """Number of ranks in the plan; its batch is this number times a loader's ``batch_size``."""
@@ -199,7 +199,7 @@ class WindowPlan:
     """Data that earlier attempts drew, from `LoaderSource.position`; None: computed from the numbers."""
 
     def micro(self, size: int) -> int:
-        """Return the number of micro-batches of a window that ``size`` ranks share."""
+        """Return the number of micro-batches into which ``size`` ranks divide a window."""
         return -(-self.accumulate * self.ranks // size)
 
     def divides(self, size: int) -> bool:
@@ -211,7 +211,7 @@ class WindowPlan:
         return self.ranks * self.accumulate * batch
 
     def limited(self, n: int | float, batch: int, drop_last: bool) -> int | float:
-        """Return how many of ``n`` positions a run's attempts draw in an epoch, given ``limit`` and ``drop_last``."""
+        """Return how many of an epoch's ``n`` positions are drawn in all attempts, by ``limit`` and ``drop_last``."""
         whole = self.ranks * batch
         n = min(n, self.limit * whole)
         if drop_last and not math.isinf(n):
@@ -225,12 +225,12 @@ class WindowPlan:
         return self.position if isinstance(self.position, int) else 0
 
     def reached(self, number: int, batch: int, size: int) -> int:
-        """Return how many positions have been drawn before micro-batch ``number``, which starts a window."""
+        """Return how many positions of the epoch precede micro-batch ``number``, which must start a window."""
         windows, more = divmod(number - self.number, self.micro(size))
         return self.drawn + windows * self.window(batch) + (more * batch * size if self.divides(size) else 0)
 
     def partition(self, n: int, batch: int, size: int, drop_last: bool, weights: tuple[float, ...] = ()) -> Partition:
-        """Return the division of the rest of an epoch of ``n`` positions among ``size`` ranks.
+        """Return a `Partition` of the rest of an epoch of ``n`` positions among ``size`` ranks.
 
         Positions that earlier attempts have drawn are not in the rest.
         """

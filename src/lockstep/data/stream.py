@@ -48,7 +48,7 @@ OTHER_WORKERS = (
 
 
 class Stream(LoaderSource):
-    """The source of a loader over an iterable data set, which reads this rank's part of a stream of samples.
+    """Source for a loader over an iterable data set. It reads this rank's part of the stream of samples.
 
     `Shard` describes how the stream is split.
 
@@ -161,7 +161,7 @@ class Stream(LoaderSource):
         return False
 
     def _compared(self, iterator: Iterator[Any], reading: list[int]) -> Iterator[Any]:
-        """Record the first sample of a pass. Warn if a resume repeats a pass and gets a different first sample."""
+        """Yield the batches and record the first sample. Warn if a resumed pass now starts with another sample."""
         self._first_sample = []
         for batch in itertools.islice(iterator, 1):
             self._first_sample = [*reading, batch[1]]
@@ -188,7 +188,7 @@ class Stream(LoaderSource):
             yield from iterator
 
     def _reading(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and record when the first is read and when the pass ends.
+        """Yield the batches, and record that the pass has started and, at its end, that it is over.
 
         Before the first batch, the state of the data set may be that of the previous pass' end.
         """
@@ -271,7 +271,7 @@ class Stream(LoaderSource):
 
 @dataclass(frozen=True)
 class DrawHistory:
-    """The samples that one attempt of a run has drawn from a stream.
+    """Record of the samples that one attempt of a run has drawn from a stream.
 
     An attempt draws from the samples that earlier attempts have left.
     """
@@ -298,7 +298,7 @@ class DrawHistory:
 
 
 class Sizes:
-    """Replacement for the batch sampler of a loader over an iterable data set, which determines the batch sizes.
+    """Replacement for the batch sampler of a loader over an iterable data set. It determines only the batch sizes.
 
     A window is ``window`` consecutive samples of the stream. A rank takes its own samples of it, in ``micro`` parts
     that are as even as possible.
@@ -317,7 +317,7 @@ class Sizes:
         self.window = batch * size
 
     def repartition(self, plan: WindowPlan) -> bool:
-        """Divide later passes according to a plan for another number of ranks. Return True if batch sizes change.
+        """Set the batch sizes of later passes by a plan for another number of ranks. Return True if they change.
 
         Raises:
             MisconfigurationException: a window has fewer samples than there are ranks.
@@ -340,7 +340,7 @@ class Sizes:
             yield from (mine // self.micro + (part < mine % self.micro) for part in range(self.micro))
 
     def taken(self, batches: int, workers: int) -> list[list[int]]:
-        """Return how many samples the workers of each rank have drawn after ``batches`` micro-batches.
+        """Return, for each rank, a list of how many samples each worker has drawn after ``batches`` micro-batches.
 
         The number of batches must be that at the end of a window.
         """
@@ -449,7 +449,7 @@ class Shard(IterableDataset[Any]):
                 yield item
 
     def _samples(self, key: int, info: WatchedInfo | None) -> Iterator[tuple[int, Any]]:
-        """Yield the number and value of each sample. Seed the random generators before each sample is read."""
+        """Yield (number, value) for each sample. Seed the random generators before each sample is read."""
         worker = 0 if info is None else info.worker
         seed_all(mix(key, self._read))
         iterator = iter(self.dataset)
@@ -476,7 +476,7 @@ class Shard(IterableDataset[Any]):
     def _compare_first(
         self, samples: Iterator[tuple[int, Any]], worker: int | None, own_parts: OwnParts
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the stream, after comparing its first samples between ranks to detect ranks with their own data."""
+        """Yield the samples, after comparing the first ones between ranks to detect if each rank has its own data."""
         head: list[tuple[int, Any]] = []
         if own_parts.found is None:
             # One with a state must not be read ahead.
@@ -494,7 +494,7 @@ class Shard(IterableDataset[Any]):
         yield from samples
 
     def _left(self, number: int, info: WatchedInfo | None) -> int | None:
-        """Return a sample's number among those that no earlier attempt has drawn; None for a sample already drawn."""
+        """Return a sample's index among the samples that no earlier attempt has drawn; None if one has drawn it."""
         worker = None
         if info is not None and self._looked:
             for attempt in self.attempts:
@@ -514,18 +514,18 @@ class StatefulShard(Shard):
     """A `Shard` of a data set that can save and restore its progress."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of samples read, the state of the data set, and whether the stream has ended."""
+        """Return a dict with the number of samples read, the data set's state, and whether the stream has ended."""
         drawn = {"drawn": list(self._drawn)} if self.attempts else {}
         state = cast(Stateful, self.dataset).state_dict()
         return {"read": self._read, "looked": self._looked, "ended": self._ended, **drawn, "dataset": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state with which the next pass resumes."""
+        """Store ``state``, from which the next pass resumes."""
         self._resume = state
 
 
 class WatchedInfo:
-    """Replacement for a loader worker's `WorkerInfo`, which records accesses and returns the user's own data set."""
+    """Replacement for a loader worker's `WorkerInfo`. It records accesses, and returns the user's own data set."""
 
     def __init__(self, info: WorkerInfo) -> None:
         self._info = info
@@ -544,7 +544,7 @@ class WatchedInfo:
 
 
 def watch_worker_info() -> WatchedInfo | None:
-    """In a loader worker, replace the result of `get_worker_info()` by a recorder. Return the recorder.
+    """In a loader worker, make `get_worker_info()` return a `WatchedInfo`, and return this object.
 
     Return None in any other process.
     """
@@ -557,7 +557,7 @@ def watch_worker_info() -> WatchedInfo | None:
 
 
 class WatchedInit:
-    """A wrapper of ``worker_init_fn``. If the function accesses the data set, the data set counts as sharded."""
+    """Wrapper around ``worker_init_fn`` that marks the data set as sharded over workers if the function accesses it."""
 
     def __init__(self, init: Callable[[int], None]) -> None:
         self.init = init
@@ -570,7 +570,7 @@ class WatchedInit:
 
 
 class Counting:
-    """A ``collate_fn`` that returns the number of samples, a fingerprint of the stream's start, and the batch."""
+    """Wrapper around a ``collate_fn`` that returns (number of samples, fingerprint of the stream's start, batch)."""
 
     def __init__(self, collate: Callable[[Any], Any], shard: Shard) -> None:
         self.collate = collate

@@ -24,7 +24,7 @@ from lockstep.ground import comm
 
 
 class SynchronizedNorms:
-    """Synchronized BatchNorm layers of a module during a fit.
+    """Manager of a module's synchronized BatchNorm layers in a fit: converts layers and sets their process groups.
 
     Args:
         module: module of the fit, the same on all ranks.
@@ -66,7 +66,7 @@ class SynchronizedNorms:
 
     @contextmanager
     def without_ranks(self, absent: tuple[int, ...]) -> Iterator[None]:
-        """Let the layers communicate without the ``absent`` ranks, which receive the running statistics afterwards.
+        """Inside the block, exclude ``absent`` ranks from the layers. Afterwards, send them the running statistics.
 
         Collective, also for the absent ranks.
         """
@@ -87,7 +87,7 @@ class SynchronizedNorms:
                 comm.broadcast_tensors([buffer for layer in layers for buffer in layer.buffers()], first, group)
 
     def _without(self, absent: tuple[int, ...], groups: list[comm.Group]) -> dict[int, comm.Group]:
-        """Map the id of each group in ``groups`` to a process group without the ``absent`` ranks. Collective."""
+        """Return {id of a group in ``groups``: process group without the ``absent`` ranks}. Collective."""
         if absent not in self._present:  # a group costs connections: it is made once for each set of absent ranks
             wanted = {id(group): [r for r in comm.ranks_of(group) if r not in absent] for group in groups}
             # all ranks make all groups, in one order, which `new_group` requires
@@ -100,7 +100,7 @@ class SynchronizedNorms:
         return self._present[absent]
 
     def set_zero_weight(self, zero_weight: bool) -> None:
-        """Exclude this rank's samples from the statistics if ``zero_weight``, as for a padding batch."""
+        """If ``zero_weight`` is True, exclude this rank's samples from the statistics, as for a padding batch."""
         for layer in self.layers:
             layer.zero_weight = zero_weight
 
@@ -122,7 +122,7 @@ class SynchronizedNorms:
 
 
 class WindowBuffers:
-    """Buffers that each rank updates from its own samples within a window; after the window, all ranks use rank 0's.
+    """Synchronizer of a module's buffers. Within a window, each rank updates its own; then all ranks use rank 0's.
 
     Args:
         module: module of the fit.
@@ -138,14 +138,14 @@ class WindowBuffers:
         self._own: dict[str, Tensor] | None = None  # this rank's, while rank 0's replace them within a window
 
     def align(self) -> None:
-        """Overwrite the buffers with rank 0's if they differ; collective in that case."""
+        """If the buffers may differ between ranks, overwrite them with rank 0's. The call is then collective."""
         if self.differ:
             sync_buffers(self._module, None)
             self.differ = self.due = False
 
     @contextmanager
     def rank_0_values(self) -> Iterator[None]:
-        """Inside the block, use rank 0's buffers; within a window, restore this rank's own afterwards. Collective."""
+        """Use rank 0's buffers inside the block. Within a window, restore this rank's own at the end. Collective."""
         if self.due or not self.differ:
             self.align()
             yield
@@ -162,11 +162,11 @@ class WindowBuffers:
                     _put(buffer, own[name])
 
     def window_state(self) -> dict[str, Tensor]:
-        """Return this rank's buffers by name; an empty dict between windows, when all ranks use rank 0's."""
+        """Return {name: buffer} of this rank within a window; {} between windows, when all ranks use rank 0's."""
         return {} if self.due or not self.differ else self._own or self._copies()
 
     def load_window_state(self, saved: dict[str, Tensor]) -> None:
-        """Restore the result of `window_state`."""
+        """Restore the buffers that `window_state` returned."""
         buffers = dict(self._module.named_buffers())
         for name, value in saved.items():
             _put(buffers[name], value)

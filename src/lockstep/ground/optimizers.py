@@ -54,12 +54,12 @@ class CombinedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch's is an attribute
-        """The parameter groups of all optimizers, in their order."""
+        """List of the parameter groups of all optimizers, in the order of the optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]  # torch's is an attribute
-        """The states of all optimizers, by parameter."""
+        """Mapping from each parameter to its state, over all optimizers."""
         return _States(self.optimizers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ class CombinedOptimizer(Optimizer):
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call ``step`` of each of the optimizers, in their order.
+        """Call ``step`` of all optimizers, one after the other.
 
         Args:
             closure: called once, before the first step.
@@ -133,14 +133,14 @@ class CombinedOptimizer(Optimizer):
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers inside a `CombinedOptimizer`, at any depth. For any other, return ``[optimizer]``."""
+    """Return a list of the optimizers inside a `CombinedOptimizer`, at any depth; ``[optimizer]`` for any other."""
     if not isinstance(optimizer, CombinedOptimizer):
         return [optimizer]
     return [part for each in optimizer.optimizers for part in parts_of(each)]
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """Return the class name of an optimizer. For a combined one, the names of its optimizers follow in parentheses.
+    """Return an optimizer's class name. For a `CombinedOptimizer`, add the class names of its parts in parentheses.
 
     >>> class_of(CombinedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])))
     'CombinedOptimizer(SGD)'
@@ -195,7 +195,7 @@ def _check(optimizers: Sequence[Optimizer]) -> None:
 
 
 class _States(MutableMapping[Any, Any]):
-    """Mapping from parameter to optimizer state over several optimizers. Changes are written to the optimizers."""
+    """Mapping from parameter to optimizer state over several optimizers. Writes go to the parameter's optimizer."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -244,7 +244,7 @@ def demands_closure(optimizer: Optimizer) -> bool:
 
 
 def may_ignore(optimizer: Optimizer) -> bool:
-    """Return True if ``optimizer.step`` may ignore a closure, because it has ``**kwargs`` but no ``closure``."""
+    """Return True if ``optimizer.step`` has ``**kwargs`` but no ``closure``, and so may ignore a closure."""
     parameters = _parameters(optimizer)
     return "closure" not in parameters and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
@@ -254,7 +254,7 @@ def _parameters(optimizer: Optimizer) -> Mapping[str, inspect.Parameter]:
 
 
 class EagerClosure:
-    """A closure that is evaluated before it is passed to the optimizer, so that the optimizer may call or ignore it.
+    """Wrapper around a closure that evaluates it before the step, so that the optimizer may call or ignore it.
 
     The first call returns the loss that is already known, if weights and gradients are unchanged. Either way the
     optimizer steps with the gradients of the accumulation window.

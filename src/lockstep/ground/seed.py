@@ -63,7 +63,7 @@ def current_seed() -> int | None:
 
 
 def hand_down_seed(seed: int | None) -> None:
-    """Set the seed that `current_seed` returns in a process that was just started, without seeding a generator.
+    """In a process that was just started, set the seed that `current_seed` returns. No generator is seeded.
 
     Raises:
         ValueError: the seed is not an integer or is out of bounds.
@@ -127,7 +127,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def random_states_of(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Return this process's random states so that a process with different device indices can restore them.
+    """Return this process's random states in a form that a process with other device indices can restore.
 
     Args:
         devices: the devices of a rank; the state of each accelerator among them is included, in their order.
@@ -161,7 +161,7 @@ def set_random_states_of(states: dict[str, Any], devices: Sequence[torch.device]
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """At the end of the block, restore all random states from its start, also after an exception.
+    """At the end of the block (also after an exception), reset all random states to those at its start.
 
     Args:
         include_cuda: include the accelerator's. False in a forked process, which must not use CUDA.
@@ -174,7 +174,10 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 
 def forked_random_numbers(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Return a context that, on exit, restores the random states of the CPU and of devices of one type."""
+    """Return a context that, on exit, restores the random states of the CPU and of the accelerators in ``devices``.
+
+    The accelerators must be of one type.
+    """
     gpus = sorted({device for device in devices if device.type != "cpu"}, key=str)
     return torch.random.fork_rng(gpus, device_type=gpus[0].type if gpus else "cpu")
 
@@ -190,7 +193,7 @@ def _checked(seed: SupportsInt | str) -> int:
 
 
 def _numpy() -> Any:
-    """Return numpy, or None if it is not installed (torch works without it)."""
+    """Return the module numpy, or None if numpy is not installed."""
     try:
         import numpy
     except ImportError:

@@ -262,7 +262,7 @@ def become_srun(environ: Mapping[str, str] = os.environ) -> NoReturn:
 
 
 def arguments(program: str, command: list[str], environ: Mapping[str, str]) -> list[str]:
-    """Return srun's command line.
+    """Return the command line with which srun runs ``command`` in each task.
 
     Args:
         program: path of srun.

@@ -60,7 +60,7 @@ STEP_OF = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_ste
 
 @dataclass(frozen=True)
 class CallArguments:
-    """Arguments of a Trainer call that its set-up needs.
+    """Arguments that the set-up of a Trainer call needs.
 
     Attributes:
         fn: the called method.
@@ -163,7 +163,7 @@ def _add_location_note(session: Session, error: BaseException) -> None:
 
 @does("setting up")
 def _choose_checkpoint(session: Session, request: CallArguments) -> str | None:
-    """Return rank 0's choice of the checkpoint to continue from, on all ranks. Collective."""
+    """Return, on all ranks, the checkpoint from which the call continues, as rank 0 has chosen it. Collective."""
     signals = request.signals
     # rank 0 decides what "last" is, since another node may see new files later
     found = request.ckpt_path if signals is None else signals.resume_from(request.ckpt_path)
@@ -273,7 +273,7 @@ def _report_start(session: Session) -> None:
 
 
 def _reconsider(session: Session) -> None:
-    """Replace the strategy that ``strategy="auto"`` chose by that of a plan, before the fit of a large model."""
+    """Before the fit of a large model with ``strategy="auto"``, replace the chosen strategy by that of a plan."""
     if not session.chooses or not session.fitting:
         return
     # layers of `configure_model` are not counted: the hook may do anything, and is called once, later
@@ -296,7 +296,7 @@ def configured_optimizers(session: Session) -> tuple[list[Optimizer], list[LRSch
 
 
 def check_module(session: Session, fn: TrainerFn) -> None:
-    """Raise if a module or its loaders lack something that ``fn`` needs.
+    """Raise an error if a module or its loaders lack something that the Trainer method ``fn`` needs.
 
     Raises:
         MisconfigurationException: a method or loader is missing, or a flag does not fit the module.
@@ -314,7 +314,7 @@ def check_module(session: Session, fn: TrainerFn) -> None:
 
 
 def check_steps(module: LightningModule, fn: TrainerFn) -> None:
-    """Raise if a module does not define a method that ``fn`` calls.
+    """Raise an error if a module does not define a method that the Trainer method ``fn`` calls.
 
     Raises:
         MisconfigurationException: names the missing method.
@@ -502,7 +502,7 @@ def _tear_down(session: Session, release: Callable[[], None]) -> None:
 
 @contextmanager
 def _interruptible(session: Session) -> Iterator[None]:
-    """Let the first Ctrl-C end a fit after its window, or another loop after its batch. The second raises at once."""
+    """Let the first Ctrl-C end a fit after the current window, other loops after the batch; a second raises at once."""
 
     def request_end() -> None:
         if not session.strategy.has_met:  # before the rendezvous there is no boundary
@@ -565,7 +565,7 @@ OUT_OF_MEMORY = "(trainer.memory() shows what memory is used for, and docs/memor
 
 
 def clarify_error(module: LightningModule | None, error: BaseException) -> None:
-    """Replace a misleading message of a torch error in place, which keeps the error's traceback."""
+    """Replace a misleading message of a torch error. The error object and its traceback stay the same."""
     if isinstance(error, OWN_ERRORS) or len(error.args) > 1:
         return
     text, message = words_of(error), None

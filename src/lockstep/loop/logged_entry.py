@@ -55,7 +55,7 @@ Key = tuple[str, int, str]  # hook, dataloader_idx (-1: only one), name
 
 
 class Entry:
-    """Values that one hook logs under one name: their running reduction and the last value.
+    """Accumulator of the values that one hook logs under one name: running reduction and last value.
 
     Attributes:
         step_fresh: the micro-batch in which ``last`` was logged, as `LogCollector.micro_batch` counts; 0 if it is not
@@ -131,11 +131,11 @@ class Entry:
         self.total, self.lost = NEUTRAL[self.op], 0.0
 
     def mark(self, micro_batch: int) -> None:
-        """Record that rank 0 logs a value in this micro-batch, but this rank does not (``rank_zero_only=True``)."""
+        """On a rank above 0, record that rank 0 logs a value in this micro-batch (``rank_zero_only=True``)."""
         self.epoch_fresh, self.step_fresh = self.on_epoch, micro_batch if self.on_step else 0
 
     def learn_quick(self, value: object) -> None:
-        """Enable the fast path of ``LightningModule.log`` for values of this type, if the reduction is a mean."""
+        """If the reduction is a mean, enable the fast path of ``LightningModule.log`` for the type of ``value``."""
         if self.op == "mean":
             kind = type(value)
             self.quick = (
@@ -177,7 +177,7 @@ class Entry:
                 self.total = self.total + value
 
     def _on_device(self, value: Tensor) -> Tensor:
-        """Return a copy in float64, or in the device's widest dtype. A DTensor is gathered."""
+        """Return a copy of ``value`` in float64, or in the device's widest dtype. A DTensor is gathered."""
         wide = value.detach().to(widest(value.device), copy=True)  # a copy: the caller may change its loss in place
         return wide if type(wide) is Tensor or not hasattr(wide, "full_tensor") else wide.full_tensor()
 
@@ -266,7 +266,7 @@ def _newest_step(op: str, one: dict[str, Any], other: dict[str, Any]) -> dict[st
 
 
 def joined_values(op: str, one: Any, its_weight: float, other: Any, others_weight: float) -> Any:
-    """Combine two reduced values. Only means use the weights."""
+    """Combine two reduced values by the reduction ``op``. Only ``"mean"`` uses the weights."""
     if op == "mean":
         return (one * its_weight + other * others_weight) / (its_weight + others_weight)
     if op == "sum":

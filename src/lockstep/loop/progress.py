@@ -1,4 +1,4 @@
-"""Progress: the counters of a fit, which a checkpoint saves and restores."""
+"""Progress: the counters of a fit (epochs, batches, optimizer steps), which checkpoints save and restore."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPOCH_END = "epoch_end"  # after the last batch and its validation
 
 @dataclass
 class Progress:
-    """The counters of a fit.
+    """Counters of what a fit has done: epochs, batches, windows and optimizer steps. A checkpoint saves them.
 
     Attributes:
         epoch: current epoch, counted from 0; between two epochs the number of finished epochs.
@@ -67,11 +67,11 @@ class Progress:
         )
 
     def saved(self) -> Progress:
-        """Return the counters for a checkpoint, in which the current batch does not count as finished."""
+        """Return a copy of the counters for a checkpoint. In it, the current batch does not count as finished."""
         return replace(self, last=self.last and not self.under_way)
 
     def go_back(self, batches: int) -> None:
-        """Subtract the batches of the current window, because a resume will repeat them."""
+        """Subtract the current window's ``batches``, because a resume will repeat them."""
         self.batch -= batches
         self.total_batches -= batches
         # before the first window the epoch starts again, with its hooks
@@ -98,7 +98,7 @@ class Progress:
             setattr(self, each.name, value)
 
     def reshare(self, boundary: int, number: int | None) -> None:
-        """Adjust the counters to a resume with a different number of ranks or batch size.
+        """Adjust the counters for a resume with a different number of ranks or batch size.
 
         Args:
             boundary: number of batches in the epoch up to the last finished window; later batches are repeated.
@@ -137,7 +137,7 @@ class Progress:
             self.phase = BATCH_END if _validation_is_due(batches.get("current", {}), validation) else VALIDATED
 
     def lightning_loops(self) -> dict[str, Any]:
-        """Return the counters under the names in Lightning's checkpoints."""
+        """Return the counters in the form in which Lightning's checkpoints store them."""
         ended = self.phase == EPOCH_END
         batch = {"ready": self.batch, "started": self.batch, "processed": self.batch, "completed": self.batch}
         total = dict.fromkeys(batch, self.total_batches)

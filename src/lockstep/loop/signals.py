@@ -48,7 +48,7 @@ _fits = itertools.count(1)
 
 
 class Signals:
-    """Handles signals for one fit, and saves runs that may be restarted.
+    """Handler of SIGTERM and SLURM's signals in one fit. It also saves runs that may be restarted.
 
     A handler only records the signal. The ranks agree on it with the other flags (`lockstep.ground.agreement`), and act
     at the same boundary:
@@ -113,7 +113,7 @@ class Signals:
             self._unhandled = self.requested = number
 
     def _due(self) -> None:
-        """Request a save. May be called from any thread."""
+        """Request a save of the run at a later boundary. May be called from any thread."""
         if self.requested == 0:
             self.requested = DUE
             if self._unhandled:  # a signal has arrived between these lines
@@ -138,7 +138,7 @@ class Signals:
             self._clock.start()
 
     def resume_from(self, asked: str | None) -> str | None:
-        """Return the newest checkpoint of an earlier attempt at this run; ``asked`` without one, and on ranks above 0.
+        """Return the newest checkpoint of earlier attempts at this run; ``asked`` if there is none or on ranks above 0.
 
         Collective under ``lockstep run``.
         """
@@ -160,7 +160,7 @@ class Signals:
         return asked if path is None else path
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Load the result and the weights of this fit if it ended in an earlier attempt at the run."""
+        """If this fit already ended in an earlier attempt at the run, load its result and weights."""
         ended = checkpoint.get(state.OWN, {}).get("ended") if self.is_later_attempt else None
         if ended is not None:
             rank_zero_info(f"{self.job}: this fit ended in an earlier attempt, so it is not run again")
@@ -207,7 +207,7 @@ class Signals:
             logger.save()
 
     def _save_and_requeue(self, job: Attempts, number: int) -> int:
-        """Save, requeue the job and wait for its end; return ``number``, or 0 if SLURM refused to requeue it."""
+        """Save, requeue the job and wait for its end. Return the signal's number, or 0 if SLURM refused to requeue."""
         name = signal.Signals(number).name
         rank_zero_info(f"{name}: all ranks save to {job.checkpoint(self.call)}")
         self._save(job)

@@ -98,7 +98,7 @@ def _is_torchs(attribute: str) -> bool:
 
 
 def _build(module: nn.Module) -> dict[str, list[str]]:
-    """Return, for each attribute of the module, lines that describe its layers (class) and tensors (shape)."""
+    """Return {attribute of the module: lines with the names of its layers and tensors, and their class or shape}."""
     parts: dict[str, list[str]] = {}
     layers = ((name, type(layer).__qualname__) for name, layer in module.named_modules() if name)
     tensors = ((name, str(tuple(t.shape))) for name, t in chain(module.named_parameters(), module.named_buffers()))
@@ -207,7 +207,7 @@ def _make_layers(session: Session) -> None:
 
 
 def _portable(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes that can be pickled."""
+    """Return those of the ``attributes`` that can be pickled."""
     return {name: value for name, value in attributes.items() if _can_be_sent(value)}
 
 

@@ -1,4 +1,4 @@
-"""StepWatch, which counts optimizer steps and skips those with overflowed gradients, also steps that users call."""
+"""StepWatch, which counts optimizer steps and skips steps with overflowed gradients, even if user code calls them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNSEEN = (
 
 
 class StepWatch:
-    """Counts and skips steps through hooks on the optimizers of a fit.
+    """Watcher of a fit's optimizers. Its hooks count steps, and skip steps with overflowed gradients.
 
     Under manual optimization each step of an optimizer counts, through ``self.optimizers()`` or directly. A step with
     non-finite gradients is skipped: while the optimizer steps, its parameters' ``.grad`` is None.
@@ -64,13 +64,13 @@ class StepWatch:
     # -- around a backward of manual optimization
 
     def enlarge(self) -> None:
-        """Multiply accumulated gradients by the loss scale, before backward adds gradients of a scaled loss."""
+        """Multiply accumulated gradients by the loss scale, before a backward of a scaled loss adds to them."""
         # gradients are scaled only while a backward runs: code of the user between backwards sees the true ones
         assert self._scaler is not None
         self._scaler.multiply(self._strategy.gradients.local())
 
     def reduce(self) -> None:
-        """Divide gradients by the loss scale after a backward, and record which optimizers have non-finite ones."""
+        """After a backward, divide gradients by the loss scale, and record which optimizers have non-finite ones."""
         scaler, strategy = self._scaler, self._strategy
         assert scaler is not None
         scaler.divide(strategy.gradients.local())
@@ -79,7 +79,7 @@ class StepWatch:
             scaler.check(optimizer)
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Decide from its complete gradients if an optimizer may step in manual optimization. May be collective."""
+        """Decide whether an optimizer with complete gradients may step in manual optimization. May be collective."""
         scaler = self._scaler
         if scaler is None:
             return
@@ -150,7 +150,7 @@ class StepWatch:
         return self._scaler is not None and self._scaler.left_out and self._strategy.copies.local_steps is None
 
     def _hide_gradients(self, owner: Optimizer) -> None:
-        """Set gradients to None for an optimizer step that bypasses the loss scaler, if a gradient is not finite."""
+        """If a gradient of ``owner`` is not finite, set its gradients to None for a step without the loss scaler."""
         scaler = self._scaler
         assert scaler is not None
         if self._counts:
@@ -170,7 +170,7 @@ class StepWatch:
 
 
 def _with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Iterate over an optimizer and all optimizers in its attributes, at any depth."""
+    """Yield an optimizer and all optimizers in its attributes, at any depth."""
     found: dict[int, Optimizer] = {}
     waiting = [optimizer]
     while waiting:

@@ -13,7 +13,7 @@ from lockstep.loop.session import Session
 
 
 class ValidationTiming:
-    """Decides when a fit validates.
+    """Schedule of a fit's validations, by ``val_check_interval`` and ``check_val_every_n_epoch``.
 
     Attributes:
         every: number of training batches between two validations; infinity: only at an epoch's end; None: by time, or
@@ -29,7 +29,7 @@ class ValidationTiming:
         self._flag = 0
 
     def start(self) -> None:
-        """Start the clock for intervals in time, and register the flag by which ranks agree to validate."""
+        """Start the clock for time-based intervals, and register the flag by which ranks agree to validate."""
         interval = self._session.config.val_check_interval
         self._seconds = interval.total_seconds() if isinstance(interval, timedelta) else math.inf
         self._since = time.monotonic()
@@ -73,7 +73,7 @@ class ValidationTiming:
         return before // every < after // every  # a batch in our count may skip the one at which it is due
 
     def done(self) -> None:
-        """Restart the interval after a validation."""
+        """Record that a validation has run: restart the time interval and clear the ranks' flag."""
         self._since = time.monotonic()
         self._session.agreement.lower(self._flag)
 

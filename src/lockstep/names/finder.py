@@ -114,7 +114,7 @@ def install() -> None:
 
 
 def put_first() -> Callable[[], object]:
-    """Move the finder before all other finders. Return the function that removes it."""
+    """Move the finder before all other finders. Return a function that removes the finder."""
     if FINDER in sys.meta_path:
         sys.meta_path.remove(FINDER)
     sys.meta_path.insert(0, FINDER)
@@ -210,7 +210,7 @@ def _distribution(name: str, version: str) -> Distribution:
 
 
 class TableNames:
-    """Attributes that a module imports on first access: the names in its table rows, and its submodules.
+    """Lazy attributes of a module, imported on first access: the names in its table rows, and its submodules.
 
     They replace the module's ``__getattr__`` and ``__dir__``.
 
@@ -243,7 +243,7 @@ class TableNames:
         return sorted({*self._listed(), *rows, *(() if self._home is None else dir(self._home))})
 
     def value(self, name: str) -> Any:
-        """Return the object with a name. Import it first, and store it in the module.
+        """Import the object with a name, store it in the module, and return it.
 
         Raises:
             AttributeError: the name does not exist, or it is refused for the reason in the message.
@@ -265,7 +265,7 @@ class TableNames:
         return self._names[name]
 
     def _store(self, name: str) -> bool:
-        """Store the object for a name in the module. Return False if there is no such object."""
+        """Import the object with a name, and store it in the module. Return False if there is no such object."""
         row = self._given if isinstance(self._given, Refused) else self.rows.get(name)
         if isinstance(row, Refused):
             if self._given is None or not re.fullmatch(CLASS, name):

@@ -26,7 +26,7 @@ CollectiveKey = tuple[str, tuple[int, ...], int]
 
 
 def key_of(note: Note) -> CollectiveKey:
-    """Return the key of the collective that a note records. All ranks have the same key for one collective."""
+    """Return the key of the collective that a note records. All ranks' notes of one collective have the same key."""
     return note.group, note.members, note.number
 
 
@@ -64,7 +64,7 @@ def mismatched(made: Iterable[Call]) -> Divergence | None:
 
 
 def diverged(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
-    """Describe the first collective in which the ranks' calls do not match, with stacks. Return None if all match."""
+    """Describe the first collective in which ranks' calls do not match, and add stacks. Return None if all match."""
     calls = differing((each.rank, location_of(each, note), note) for each in snapshots for note in each.notes)
     return Divergence(different_calls(calls), stacks_of(snapshots)) if calls else None
 
@@ -80,7 +80,7 @@ def location_of(snapshot: RankSnapshot, note: Note) -> str:
 
 
 def stopped(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
-    """Describe stopped ranks for which other ranks wait, or return None. Ranks under a debugger do not count."""
+    """Describe ranks that a signal (not a debugger) suspended while other ranks wait; None if there are none."""
     halted = [snapshot for snapshot in snapshots if snapshot.state == STOPPED and snapshot.stopped >= HALTED]
     waiting = [snapshot for snapshot in snapshots if snapshot.state in (RUNS, SLEEPS) and snapshot.waited >= HALTED / 2]
     if not halted or not waiting:

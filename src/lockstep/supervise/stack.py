@@ -63,7 +63,7 @@ class Frame:
 
     @property
     def mark(self) -> Doing | None:
-        """The mark that `does` or `waits` put on a function in lockstep; None for any other function."""
+        """Declaration by the decorator `does` or `waits` of this lockstep function; None for any other function."""
         return marks_in(self.file).get(self.function) if self.file.startswith(LOCKSTEP) else None
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack of frames, the innermost first."""
+    """Call stack: a tuple of frames, the innermost first, with the Trainer's hook and batch if they are known."""
 
     frames: tuple[Frame, ...]
     phase: str = field(default="", compare=False)  #: the hook that the rank is in, if its Trainer reported it

@@ -26,7 +26,7 @@ RankCalls = tuple[list[int], str, Note]
 
 
 class Histories:
-    """Comparison of the ranks' notes (each records one collective), updated as new notes arrive."""
+    """Incremental comparison of the ranks' notes. Each note records one collective."""
 
     def __init__(self) -> None:
         self._open: dict[CollectiveKey, dict[int, Note]] = {}
@@ -59,7 +59,7 @@ class Histories:
 
 @dataclass
 class _Trace:
-    """One rank's trace, with the rank's position and the index of the newest compared note.
+    """Trace of one rank, with the rank's position and the index of the newest note that has been compared.
 
     Attributes:
         read: the number of the newest note that has been compared.
@@ -70,7 +70,7 @@ class _Trace:
     read: int = 0
 
     def new(self) -> list[Note]:
-        """Return the notes of collectives that have not been compared yet, and mark these as compared."""
+        """Return the notes that have not been compared yet, and mark them as compared."""
         count = self.reading.count
         first, self.read = max(self.read + 1, count - MOST + 1), count
         return self.reading.notes(first) if first <= count else []
@@ -111,7 +111,7 @@ class Traces:
 
     @property
     def positions(self) -> dict[int, RankPosition]:
-        """`RankPosition` of each rank with an open trace, by rank."""
+        """Dict from each rank with an open trace to its `RankPosition`."""
         with self._lock:
             return {rank: trace.position for rank, trace in sorted(self._traces.items())}
 
@@ -137,7 +137,7 @@ class Traces:
     # -- all ranks
 
     def differing(self) -> dict[int, Note]:
-        """Return all ranks' notes of the first new collective whose calls do not match, by rank; {} if all match."""
+        """Return {rank: note} of the first new collective in which the ranks' calls do not match; {} if all match."""
         with self._lock:
             for rank, trace in self._traces.items():
                 found = self._histories.add(rank, trace.new(), len(self._traces))
@@ -166,7 +166,7 @@ class Traces:
             )
 
     def made(self, keys: Collection[CollectiveKey]) -> list[RankCalls]:
-        """Return the ranks' calls of the collectives with these keys. Ranks with equal calls are grouped."""
+        """Return all ranks' calls of the collectives with these ``keys``. Ranks with equal calls are grouped."""
         found: dict[tuple[object, ...], RankCalls] = {}
         with self._lock:
             for rank, trace in sorted(self._traces.items()):

@@ -83,7 +83,7 @@ class RichProgressBar(DrawnProgressBar):
 
     @property
     def train_progress_bar(self) -> Any:
-        """rich's task of the training bar, with description, total and completed batches.
+        """Task object of rich for the training bar, with description, total and completed batches.
 
         Raises:
             TypeError: the bar is not on the screen: it exists only while its loop runs.
@@ -92,7 +92,7 @@ class RichProgressBar(DrawnProgressBar):
 
     @property
     def val_progress_bar(self) -> Any:
-        """rich's task of the bar for the current evaluation.
+        """Task object of rich for the bar of the current evaluation.
 
         Raises:
             TypeError: the bar is not on the screen: it exists only while its loop runs.
@@ -201,7 +201,7 @@ class RichProgressBar(DrawnProgressBar):
         super().on_exception(trainer, pl_module, exception)
 
     def print(self, *args: object, sep: str = " ", end: str = "\n", **kwargs: Any) -> None:
-        """Print above the bars.
+        """Print text above the bars.
 
         Arguments are those of Python's ``print``; text for a ``file`` is written to that file directly.
         """

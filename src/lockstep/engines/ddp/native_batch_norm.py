@@ -19,7 +19,7 @@ ZERO_COUNT = 1e-30
 
 
 class Statistics(NamedTuple):
-    """Statistics by channel over the elements on all ranks, and the number of elements on each rank."""
+    """Statistics of each channel over the elements on all ranks, and the number of elements on each rank."""
 
     mean: Tensor
     inverse: Tensor  #: 1 / sqrt(variance + eps)
@@ -40,7 +40,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def gather(input: Tensor, count: int, eps: float, group: comm.Group) -> Tensor:
-    """Gather from each rank one row with its means, 1 / sqrt(variance + eps), and element count. Collective.
+    """Gather one row from each rank: channel means, 1 / sqrt(variance + eps), and element count. Collective.
 
     Args:
         input: this rank's input, dense.
@@ -67,7 +67,7 @@ def combine(
     running_var: Tensor | None = None,
     momentum: float = 0.0,
 ) -> Statistics:
-    """Combine the ranks' statistics in rank order, and update the running statistics (same dtype as ``rows``)."""
+    """Combine the ranks' rows into `Statistics`, in rank order, and update the running statistics (same dtype)."""
     channels = rows.shape[1] // 2
     means, inverses, counts = rows[:, :channels], rows[:, channels : 2 * channels], rows[:, 2 * channels]
     # the dtype of the first argument alone selects the kernel: a 16-bit one would read 16-bit counts
@@ -78,7 +78,7 @@ def combine(
 
 
 class NativeNormalize(torch.autograd.Function):
-    """``(input - mean) * inverse * weight + bias``, with statistics over the inputs on all ranks."""
+    """Autograd function for ``(input - mean) * inverse * weight + bias``, with statistics over all ranks' inputs."""
 
     @staticmethod
     def forward(

@@ -77,7 +77,7 @@ class Semaphores:
 
     @classmethod
     def open(cls, group: comm.Group, count: int) -> Semaphores | None:
-        """Create ``count`` semaphores for a group on one host; None on all ranks if unsupported. Collective."""
+        """Create ``count`` semaphores for a group on one host. Return None on all ranks if unsupported. Collective."""
         pages = common_pages(group, count * BYTES)
         if pages is None:
             return None
@@ -134,14 +134,14 @@ class Semaphores:
 
 
 def _function(name: str, *arguments: type) -> Callable[..., int]:
-    """Return a non-blocking C library function, to be called without releasing the interpreter lock."""
+    """Return the C library function ``name``. Its calls must not block, because they keep the interpreter lock."""
     function = getattr(ctypes.PyDLL(None), name)
     function.argtypes, function.restype = arguments, ctypes.c_int
     return function
 
 
 def _sleeping() -> tuple[int, Callable[[ctypes.c_void_p, _Time], bool]]:
-    """Return the clock id for deadlines and the C wait function, which releases the interpreter lock."""
+    """Return (clock id for deadlines, C function that waits for a semaphore without the interpreter lock)."""
     library = ctypes.CDLL(None)
     if hasattr(library, "sem_clockwait"):  # glibc 2.30: a clock that cannot be set
         clock, function = time.CLOCK_MONOTONIC, library.sem_clockwait
@@ -193,7 +193,7 @@ class SharedReduction(AllReduce):
 
     @classmethod
     def open(cls, group: comm.Group) -> SharedReduction | None:
-        """Create the transport for ``group``; None, on all its ranks, if they cannot share memory. Collective.
+        """Create the transport for ``group``. Return None on all ranks if they cannot share memory. Collective.
 
         All ranks must run on one Linux host.
         """
@@ -309,7 +309,7 @@ class SharedReduction(AllReduce):
                 self._add(semaphore)
 
     def _receive_all(self, share: _Share, what: int) -> bool:
-        """Receive the messages of kind ``what`` that have arrived. Return True if none is missing."""
+        """Receive the messages of kind ``what`` that have arrived. Return True if all have arrived."""
         messages, missing = self._messages[what], share.missing
         while missing and self._take(messages[missing[0]]):
             missing.pop(0)
@@ -375,7 +375,7 @@ class _Share:
         self.missing: list[int] = []  #: ranks whose message has not arrived
 
     def scale_by(self, scale: float) -> None:
-        """Multiply every copy by ``scale`` in later sums."""
+        """Set the factor by which later sums multiply every rank's copy."""
         self.scale = self._factor = scale
         if self._blocks and self._blocks[0][0].dtype in (torch.float32, torch.float64):
             # A number is converted to a tensor of this dtype at every multiplication, which takes 7 us. Narrower

@@ -1,4 +1,4 @@
-"""Division of a global batch between ranks of unequal speed: window times, best shares, and when shares change.
+"""Division of a global batch between ranks of unequal speed: window times, best shares, and times of changes.
 
 All functions are pure: the same numbers give the same shares on every rank.
 """
@@ -21,7 +21,7 @@ APART = 0.2
 
 @dataclass(frozen=True)
 class Cost:
-    """Time of an accumulation window on a rank: ``fixed`` seconds plus seconds proportional to its samples.
+    """Model of a rank's time for an accumulation window: ``fixed`` seconds, plus seconds proportional to its samples.
 
     Example:
         >>> Cost(samples=16, seconds=3.0, fixed=1.0).at(8)
@@ -38,7 +38,7 @@ class Cost:
     """Largest number of samples that the rank's memory allows."""
 
     def at(self, samples: int) -> float:
-        """Return the predicted seconds of a window with this number of samples."""
+        """Return the predicted seconds of a window with ``samples`` samples."""
         return self.fixed + (self.seconds - self.fixed) * samples / self.samples
 
     def within(self, seconds: float) -> int:
@@ -50,7 +50,7 @@ class Cost:
 
 
 def bottleneck(costs: Sequence[Cost], parts: Sequence[int]) -> float:
-    """Return the seconds of the slowest rank if each rank processes its number of samples in ``parts``."""
+    """Return the slowest rank's seconds for a window, if ``parts`` has the number of samples of each rank."""
     return max(cost.at(part) for cost, part in zip(costs, parts, strict=True))
 
 
@@ -91,7 +91,7 @@ def best_parts(costs: Sequence[Cost], total: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Move:
-    """A change of the ranks' shares of a global batch."""
+    """Change of the ranks' shares of a global batch: the shares before and after it, and the predicted speedup."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -103,7 +103,7 @@ class Move:
 
 @dataclass
 class Votes:
-    """Counter of measurements that favor a change. A large change is due at once, a small one after several in a row.
+    """Counter of measurements that favor a change. A large change is made at once, a small one after several in a row.
 
     Whenever a small change takes most samples from a different rank than the last small change did, the required number
     of measurements doubles, up to `MOST_VOTES`.
@@ -120,7 +120,7 @@ class Votes:
     _last_giver: int = -1  # in the last small change that was made
 
     def are_enough(self, saved: float, giver: int) -> bool:
-        """Count a measurement that favors a change, and return True if the change is due.
+        """Count a measurement that favors a change. Return True if the change should be made now.
 
         Args:
             saved: fraction by which the change shortens a window.
@@ -172,7 +172,7 @@ class ShareControl:
         self._free = [0.0] * self.size
 
     def look(self, seconds: Sequence[float], parts: Sequence[int], most: Sequence[int] | None = None) -> Move | None:
-        """Evaluate a measurement, and return the change of shares that is due, or None.
+        """Evaluate one measurement. Return the change of shares that should be made now, or None.
 
         Args:
             seconds: seconds of a window on each rank.

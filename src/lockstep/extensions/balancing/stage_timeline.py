@@ -27,7 +27,7 @@ Row = tuple[int, str, str, float | str, float]
 
 @dataclass
 class _PlaceTimes:
-    """Measured times at one pipeline position, which is a rank, or a device if one process drives all devices.
+    """Times measured at one pipeline position: a rank, or a device if one process drives all devices.
 
     Attributes:
         seconds: one row for each window, with the seconds of a micro-batch.
@@ -88,7 +88,7 @@ class StageTimeline(Callback):
         return getattr(trainer.strategy, "times", {})
 
     def _add(self, trainer: Trainer, place: _PlaceTimes, window: WindowOfStage) -> None:
-        """Record a window's seconds per micro-batch, and replace the current split's spans by this window's spans."""
+        """Record a window's seconds per micro-batch, and its timed spans in place of the split's previous ones."""
         strategy: Any = trainer.strategy
         step, split = trainer.global_step, " ".join(map(str, strategy.split))
         if step % place.every == 0:

@@ -1,4 +1,4 @@
-"""Reports of ranks that were missing in a failed collective."""
+"""Error messages that name the ranks that were missing in a failed collective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUOTED = re.compile("'[^']*'")
 
 @contextlib.contextmanager
 def named_failure(group: comm.Group, doing: str, number: int) -> Iterator[None]:
-    """If a collective in the context fails, raise an error that names the missing ranks and their own errors.
+    """If a collective inside the block fails, raise an error that names the missing ranks and their own errors.
 
     Args:
         group: process group of the collective.
@@ -41,7 +41,7 @@ def named_failure(group: comm.Group, doing: str, number: int) -> Iterator[None]:
 
 
 def report_failure(group: comm.Group, number: int, error: Exception) -> None:
-    """Publish an error that this rank is about to raise, for the ranks that wait for this rank in round ``number``."""
+    """Before this rank raises ``error``, publish it to the ranks that wait for this rank in round ``number``."""
     # without a store, or with one whose process has ended, the error itself is still raised
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()
@@ -53,7 +53,7 @@ def _key(group: comm.Group, moment: object) -> str:
 
 
 def describe_absent(group: comm.Group, moment: str, number: int) -> str:
-    """Describe, after a failed collective, the ranks of ``group`` that did not report the same failure.
+    """After a failed collective, return a text about the ranks of ``group`` that did not report this failure.
 
     Args:
         group: process group of the collective.

@@ -38,7 +38,7 @@ def check_weight(n: float, rank: int) -> float:
 
 
 class Weight:
-    """Weight of one forward, and the factor by which the forward's gradients are multiplied. Collective.
+    """Weight of one forward, and the factor that multiplies the forward's gradients. Creating it is collective.
 
     Args:
         weight: weight of this rank's batch.
@@ -65,7 +65,7 @@ class Weight:
             self._work: Any = dist.all_reduce(self._total, group=group, async_op=True)
 
     def factor(self) -> Tensor | float:
-        """Return the weight times the number of ranks, divided by the sum of all weights; 1 if all are equal."""
+        """Return the factor for gradients: this rank's weight, divided by the mean weight of all ranks."""
         if self._world == 1:
             return 1.0
         # the sum was started before the forward, so that it is there when the backward needs it
@@ -116,7 +116,7 @@ class _Weighed(torch.autograd.Function):
 
 
 class JoinAgreement(NamedTuple):
-    """State on which all ranks agree before a forward.
+    """Result of the ranks' agreement before a forward: who has batches, and what they synchronize.
 
     Attributes:
         active: number of ranks that still have batches.
@@ -132,7 +132,7 @@ class JoinAgreement(NamedTuple):
 
 
 def agree(group: comm.Group, device: torch.device, active: bool, sync: bool, buffers: bool) -> JoinAgreement:
-    """Exchange in one message which ranks have a batch and what they do next. Collective over all ranks.
+    """Exchange in one message which ranks have a batch and what they synchronize. Collective over all ranks.
 
     Args:
         group: process group of the ranks.
@@ -154,7 +154,7 @@ def agree(group: comm.Group, device: torch.device, active: bool, sync: bool, buf
 
 
 class JoinedContainer(Protocol):
-    """Members of `DistributedDataParallel` that a join uses."""
+    """Protocol with the members of `DistributedDataParallel` that a join uses."""
 
     module: nn.Module
     process_group: dist.ProcessGroup
@@ -181,7 +181,7 @@ class JoinedContainer(Protocol):
 
 
 class JoinState:
-    """State of a container in a ``Join``.
+    """State of a container while it takes part in a ``Join``.
 
     Attributes:
         by_all: if True, divide gradients by the number of all ranks; else by that of ranks with batches.

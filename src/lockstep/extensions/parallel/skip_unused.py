@@ -1,4 +1,4 @@
-"""Transport (it reduces gradient buckets over the ranks) that skips buckets whose parameters no rank uses."""
+"""Transport for the reduction of gradient buckets over ranks that skips buckets whose parameters no rank uses."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class SkipUnused:
         self.inner.flush()
 
     def wait(self, bucket: Bucket) -> None:
-        """Wait for the bucket, and record whether any rank used it."""
+        """Wait for the bucket, and record whether any rank used a parameter in it."""
         if bucket.index in self.skipped:
             return
         self.inner.wait(bucket)

@@ -138,7 +138,7 @@ class SlurmCluster:
         self._commands.append(cmd)
 
     def load_modules(self, modules: Iterable[str]) -> None:
-        """Load environment modules in the job.
+        """Make the jobs load environment modules.
 
         If a module cannot be loaded, the job ends with a message that names the module.
 
@@ -303,7 +303,7 @@ class SlurmCluster:
         return Search(path / name)
 
     def _check(self, nb_trials: int | None, gpus: int) -> None:
-        """Raise if a numeric setting is below its minimum, or if two settings contradict each other."""
+        """Raise an error if a numeric setting is below its minimum, or if two settings contradict each other."""
         least = {
             "nb_trials": (nb_trials, 1),
             "per_experiment_nb_nodes": (self.per_experiment_nb_nodes, 1),
@@ -404,7 +404,7 @@ class SlurmCluster:
                 yield TrialFolder.of(search.path, number), drawn.values()
 
     def _command(self, search: Search) -> tuple[list[str], str, dict[str, str]]:
-        """Return the command of a trial, its working directory, and its additional environment variables."""
+        """Return (command of a trial, its working directory, its additional environment variables)."""
         import __main__
 
         words = command_line(__main__, sys.argv, sys.orig_argv)

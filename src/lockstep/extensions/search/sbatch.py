@@ -210,7 +210,7 @@ def _options(batch: Batch) -> list[str]:
 
 
 def _own_options(batch: Batch) -> dict[str, str | None]:
-    """Return the options of ``sbatch`` that follow from the settings, by name."""
+    """Return {name: value} of the ``sbatch`` options that follow from the settings."""
     trials, kind = batch.trials, "" if batch.gpu_type is None else f"{batch.gpu_type}:"
     array = None
     if trials is not None and trials.number is None:
@@ -236,7 +236,7 @@ def _own_options(batch: Batch) -> dict[str, str | None]:
 
 
 def _check(option: Option, own: Mapping[str, str | None], batch: Batch) -> None:
-    """Raise if an option that the user has added contradicts the options of the script."""
+    """Raise an error if an option that the user has added contradicts the options of the script."""
     given = f"option --{option.name}{'' if option.value is None else f'={option.value}'} of sbatch"
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]+", option.name):
         raise MisconfigurationException(f"{given} is not a long name. Use the option's long name, such as 'partition'")

@@ -117,7 +117,7 @@ def _watch(found: Sequence[Search], given: argparse.Namespace) -> int:
 
 
 def _query_trials(search: Search) -> tuple[list[Status], str]:
-    """Return the state of each trial, and SLURM's error message ("" if SLURM answered)."""
+    """Return (state of each trial, SLURM's error message or "" if SLURM answered)."""
     # Dead trials of a study are marked here, because there may be no other trial left that would do so.
     if (search.path / JOURNAL).exists() and importlib.util.find_spec("optuna") is not None:
         from lockstep.extensions.search.study import fail_dead

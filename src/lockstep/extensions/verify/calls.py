@@ -35,7 +35,7 @@ _FORWARD = {"forward", "_run_ddp_forward", "_fn"}
 
 
 class Calls:
-    """Trace of calls to torch's functions, with name, line and sums of the result.
+    """Recorder of the calls to torch's functions in one update, each with name, line and sums of the result.
 
     Args:
         watch: state that this process's observers share.
@@ -49,7 +49,7 @@ class Calls:
         self._remaining = _MAX_CALLS
 
     def record(self, name: str, result: object) -> None:
-        """Record a call if its update is traced."""
+        """Record a call of the function ``name`` and its ``result``, if the current update is traced."""
         # most calls are of updates that are not traced: that is checked first
         if self._update != self.watch.updates or not self.watch.is_training or self.watch.in_loader:
             return
@@ -67,7 +67,7 @@ class Calls:
 
 
 def first_other_line(calls: Sequence[Event], others: Sequence[Event]) -> str:
-    """Return the line of the first call that only one process made, or that gave the processes different results.
+    """Return the line of the first call in which two processes differ, in the call itself or in its result.
 
     Returns:
         The line as ``file:line``; "" if all calls agree.

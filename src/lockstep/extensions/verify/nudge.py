@@ -22,7 +22,7 @@ _ROUNDING = 1e-12
 
 
 def move(value: Tensor) -> Tensor:
-    """Return a tensor whose first row is shifted slightly, unless the row is whole numbers (labels, masks, counts)."""
+    """Return ``value`` with its first row shifted slightly, unless the row has only whole numbers (labels, masks)."""
     step = torch.zeros_like(value)
     own = value.detach()[0]
     if not torch.equal(own, own.round()):
@@ -36,7 +36,7 @@ def move_batch(batch: Any) -> Any:
 
 
 class Nudge:
-    """Hook that shifts the first row of modules' outputs, and records other rows' gradients in the first backward.
+    """Hook that shifts the first sample's outputs, and records other samples' gradients in the first backward.
 
     The gradients do not change if the loss is a sum over samples, whatever divides it.
 
@@ -51,7 +51,7 @@ class Nudge:
         self._number = 0
 
     def after(self, module: nn.Module, output: object) -> Tensor | None:
-        """Return the changed output of an innermost module, or None to keep its output."""
+        """Return the output to use in place of an innermost module's ``output``, or None to leave it unchanged."""
         if not self._is_active or self.watch.updates or self.watch.backwards or not _has_rows(output):
             return None
         if next(module.children(), None) is not None:
@@ -73,7 +73,7 @@ def _has_rows(output: object) -> bool:
 
 
 def compares_samples(still: Sequence[Event], nudged: Sequence[Event]) -> bool | None:
-    """Return True if other samples' gradients depend on the first sample.
+    """Return True if the gradients of other samples changed when the first sample was shifted.
 
     Return None if no gradients were recorded, or their numbers differ.
     """

@@ -24,7 +24,7 @@ _DEADLOCK_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Ending:
-    """Status and error of a process that has ended.
+    """Result of a process that has ended: its status, its number of optimizer steps and its error.
 
     Attributes:
         status: "done" (the steps were made), "ended" (the script ended first), "failed", "killed" (by the system) or
@@ -58,7 +58,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Patience:
-    """Time limits of a run.
+    """Time limits after which the processes of a run are killed.
 
     Attributes:
         silence: seconds without a new event of any rank.
@@ -85,7 +85,7 @@ class ServerDied(RuntimeError):
 
 
 class Server:
-    """Server process that imports torch once and forks the processes of runs.
+    """Handle of the server process, which imports torch once and forks the processes of runs.
 
     Attributes:
         process: the running server.
@@ -168,7 +168,7 @@ class Forked:
         return int(text) if text else None
 
     def kill(self) -> None:
-        """Kill the process and all that it started, and wait for its end."""
+        """Kill the process and all processes that it started, and wait until it has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.number, signal.SIGKILL)
         while self.poll() is None:
@@ -176,7 +176,7 @@ class Forked:
 
 
 def run(server: Server, settings: Settings, patience: Patience, together: int = 0) -> list[Ending]:
-    """Run a script in ``settings.world`` processes.
+    """Run a script in ``settings.world`` processes, and return how each process ended.
 
     Args:
         server: starts processes.
@@ -224,7 +224,7 @@ def _run(server: Server, ranks: Sequence[Settings], patience: Patience) -> list[
 
 
 def _wait(processes: Sequence[Forked], folders: Sequence[Path], patience: Patience) -> bool:
-    """Wait for processes to end. Return True if they no longer make progress and must be killed."""
+    """Wait for processes to end. Return True if they are stuck or exceed a time limit, and must be killed."""
     start = last_change = time.monotonic()
     sizes: list[int] = []
     while any(process.poll() is None for process in processes):

@@ -30,7 +30,7 @@ STRIDE = 13
 
 
 class Steps:
-    """Observer of optimizers, gradients and clipping.
+    """Observer of optimizers and gradient clipping, which saves gradients and parameters at each step.
 
     Args:
         watch: state that this process's observers share.
@@ -51,7 +51,7 @@ class Steps:
         self._own_rates: list[float] = []  # of the current step
 
     def install(self) -> None:
-        """Register the hooks, and replace torch's functions."""
+        """Register the observer's hooks on optimizers, and wrap torch's clipping functions and ``zero_grad``."""
         add = Optimizer.add_param_group
 
         # the constructor of every optimizer calls it
@@ -83,7 +83,7 @@ class Steps:
         self.watch.on_training_start = self._load_first_parameters if is_replay else self._divide_overrides
 
     def _register(self, optimizer: Optimizer) -> None:
-        """Assign keys to an optimizer's newest parameters, and observe their gradients."""
+        """Assign keys to the parameters of an optimizer's newest group, and observe their gradients."""
         number = self._numbers.setdefault(id(optimizer), len(self._numbers))
         self._made.setdefault(number, 0)
         position = sum(1 for key in self._keys.values() if key.startswith(f"{number}."))
@@ -173,7 +173,7 @@ class Steps:
             self._record(optimizer, parameters, closure=False)
 
     def _record(self, optimizer: Optimizer, parameters: list[Tensor], closure: bool) -> None:
-        """Record a step, and write its gradients."""
+        """Record an optimizer's step, and save the gradients of the step."""
         number, names = self._numbers[id(optimizer)], self.forwards.names()
         self._save("gradients", self._gradients(parameters))
         self._save("sums", {self._keys[id(p)]: self._own[id(p)] for p in parameters})
@@ -195,7 +195,7 @@ class Steps:
         )
 
     def _use_rates_of_ranks(self, optimizer: Optimizer) -> None:
-        """Use the ranks' learning rates in one process, since different rates would change all later values."""
+        """In the single process, use the ranks' learning rates, because other rates would change all later values."""
         update, own = self.watch.updates, self._own_rates
         if update >= len(self._ranks_rates) or len(self._ranks_rates[update]) != len(own):
             return
@@ -229,20 +229,20 @@ class Steps:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _load_first_parameters(self) -> None:
-        """Load the ranks' initial parameters into one process."""
+        """Load the ranks' initial parameters into the single process."""
         for number in self._made:
             own = [p for p in self._parameters if self._keys[id(p)].startswith(f"{number}.")]
             self._take_over(f"first-{number}", own)
 
     def _divide_overrides(self) -> None:
-        """Divide parameters by the number of ranks if an override ``once KEY`` names them."""
+        """Divide each parameter that an override ``once KEY`` names by the number of ranks."""
         for override in self.watch.settings.overrides:
             for parameter in self._parameters:
                 if override == f"once {self._keys[id(parameter)]}":
                     parameter.data.div_(self.watch.settings.world)
 
     def _take_over(self, file: str, parameters: Iterable[Tensor]) -> None:
-        """Load parameters that the ranks have saved: rank 0's, or, if each rank has a part, the parts joined."""
+        """Load the parameters that the ranks saved to ``file``. If each rank has a part, join the parts."""
         ranks = sorted(self.watch.settings.folder_of_ranks.glob(f"rank-*/{file}.pt"))
         found: list[dict[str, Value]] = [torch.load(path, mmap=True) for path in ranks]
         for parameter in parameters:

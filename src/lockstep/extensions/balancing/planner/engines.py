@@ -22,7 +22,7 @@ STEPS = 9
 
 @dataclass(frozen=True)
 class EngineCost:
-    """Seconds that a sharded engine adds to a training step on two ranks.
+    """Cost of a sharded engine: the seconds that it adds to a training step on two ranks.
 
     Attributes:
         step: constant seconds.
@@ -37,7 +37,7 @@ class EngineCost:
     byte: float = 0.0
 
     def seconds(self, groups: int, parameters: int, size: float, ranks: int) -> float:
-        """Return the seconds that the engine adds to a step.
+        """Return the seconds that the engine adds to a step of a network of this size on ``ranks`` ranks.
 
         Args:
             groups: number of groups of parameters.
@@ -161,7 +161,7 @@ def _measure_step(step: Step) -> float:
 
 
 def measure_engines() -> dict[str, EngineCost]:
-    """Measure the seconds that each engine adds to a step, and return the costs by the engine's name.
+    """Measure the seconds that each engine adds to a step. Return {name of the engine: its cost}.
 
     Collective, on two ranks of a gloo process group. DeepSpeed is omitted if it is missing or fails.
     """
@@ -194,7 +194,7 @@ def _solve(added: dict[str, float]) -> EngineCost:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Suppress the output and log of the engines."""
+    """Inside the block, suppress the output and the log of the engines."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -39,7 +39,7 @@ def _silent(*args: object, **kwargs: object) -> None:
 
 @contextmanager
 def _without_log(module: LightningModule, trainer: Trainer | None) -> Iterator[None]:
-    """In the context, attach the module to a Trainer and disable the module's logging."""
+    """Inside the block, attach the module to a Trainer and disable the module's logging."""
     with ExitStack() as end:
         for name, value in (("_trainer", trainer), ("log", _silent), ("log_dict", _silent)):
             replace_until(end, module, name, value)

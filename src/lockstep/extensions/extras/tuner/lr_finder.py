@@ -70,7 +70,7 @@ class LRFinder:
         self._optimal_idx: int | None = None
 
     def rate(self, step: int) -> float:
-        """Return the learning rate for a step of the range test, counted from 0.
+        """Return the learning rate of one step of the range test.
 
         Args:
             step: number of the step, from 0 to ``num_training`` - 1.
@@ -261,7 +261,7 @@ def _attribute_name(trainer: Trainer, attr_name: str) -> str:
 
 
 def lr_find(trainer: Trainer, settings: RangeTest, show_progress: bool) -> LRFinder | None:
-    """Run a range test inside a fit, after the optimizers are created; return None in a ``fast_dev_run``.
+    """Run a range test inside a fit, after the optimizers are created. Return None in a ``fast_dev_run``.
 
     With ``update_attr`` the attribute and the optimizer use the suggestion. Before training, ``configure_optimizers``
     is called again; later, all groups of the optimizer get the rate.
@@ -317,7 +317,7 @@ def _use_rate(trainer: Trainer, name: str, rate: float) -> None:
 
 
 def limited(limit: int | float, batches: int) -> int | float:
-    """Return a Trainer's limit of batches, reduced to ``batches``; a fraction below 1.0 is not changed."""
+    """Return a Trainer's limit of batches, capped at ``batches``. A fraction below 1.0 is not changed."""
     if isinstance(limit, float):
         return batches if limit == 1.0 else limit
     return min(limit, batches)

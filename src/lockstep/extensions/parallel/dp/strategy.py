@@ -116,7 +116,7 @@ class _LoggedInPart:
 
 
 class _SharedMetric:
-    """Metric that all replicas share. Calls move tensors to the metric's device, and hold a lock."""
+    """Wrapper around a metric that all replicas share. It moves tensors to the metric's device and locks each call."""
 
     def __init__(self, metric: Any, turn: AbstractContextManager[object]) -> None:
         self.metric, self._turn = metric, turn
@@ -142,7 +142,7 @@ def _is_metric(module: object) -> bool:
 
 
 def _share_metrics(module: nn.Module, shared: Callable[[Any], Any]) -> list[tuple[dict[str, Any], str, Any]]:
-    """Replace the module's metrics with ``shared(metric)``. Return (container, name, original metric) for each."""
+    """Replace the module's metrics with ``shared(metric)``. Return a list of (container, name, original metric)."""
     changed = []
     for part in list(module.modules()):
         for name, child in part._modules.items():

@@ -120,7 +120,7 @@ def _check_state(state: object, inner: object) -> None:
 
 
 def _takes_group(inner: object) -> bool:
-    """Return True if a hook's state is a process group."""
+    """Return True if the hook ``inner`` expects a process group as its state."""
     return inner in (allreduce, fp16, bf16) or torch_name(inner) in _GROUP_HOOKS
 
 

@@ -1,4 +1,4 @@
-"""Memory of communication hooks for each parameter, and functions that save and load a hook's state."""
+"""Tensors that communication hooks store for each parameter, and functions that save and load a hook's state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Record = dict[str, Tensor]
 
 
 class Memory:
-    """Named tensors that a communication hook stores for each parameter, saved by position in the buckets.
+    """Store of the named tensors that a communication hook needs for each parameter, saved by bucket and position.
 
     A checkpoint cannot refer to parameters, so it has the records by bucket and place. Its bucket plan is restored
     before the records are used.
@@ -32,7 +32,7 @@ class Memory:
         self._saved: dict[int, list[Record]] = {}
 
     def records(self, bucket: GradBucket) -> list[Record]:
-        """Return the record of each parameter in ``bucket``; the caller may change them.
+        """Return a list with the record of each parameter in ``bucket``. The caller may change the records.
 
         Raises:
             ValueError: the loaded state was saved with another bucket layout.
@@ -84,7 +84,7 @@ class Memory:
         return sum(value.nbytes for record in self._records.values() for value in record.values())
 
     def state_dict(self) -> dict[int, list[Record]]:
-        """Return copies of the records by bucket and by the parameter's place in the bucket."""
+        """Return {bucket index: list of the records of the bucket's parameters}, with copies of the tensors."""
         layout = {**self._layout, **self._saved}
         return {
             index: [{name: value.detach().clone() for name, value in record.items()} for record in records]
@@ -92,7 +92,7 @@ class Memory:
         }
 
     def load_state_dict(self, saved: dict[int, list[Record]]) -> None:
-        """Load the result of `state_dict`. Parameters get their records when their buckets are first used."""
+        """Load the result of `state_dict`. Each parameter gets its record when its bucket is first used."""
         self._records.clear()
         self._layout.clear()
         self._saved = {

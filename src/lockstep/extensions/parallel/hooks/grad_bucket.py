@@ -1,4 +1,4 @@
-"""Gradients of one bucket, as the argument of a communication hook."""
+"""GradBucket: the gradients of one bucket, as a communication hook receives them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn.parameter import Parameter
 
 
 class GradBucket:
-    """Gradients of one bucket, as the argument of a communication hook.
+    """Gradients of one bucket, as a communication hook receives them in the argument ``bucket``.
 
     The methods are those of `torch.distributed.GradBucket`, so hooks for torch's ``DistributedDataParallel`` work
     without changes.
@@ -43,15 +43,15 @@ class GradBucket:
         self.absent = absent
 
     def index(self) -> int:
-        """Return the index of the bucket in the round, from 0."""
+        """Return the index of the bucket in the round of gradient reduction, from 0."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """Return the gradients as one 1-D tensor; a hook may change it in place."""
+        """Return the gradients as one 1-D tensor, which a hook may change in place."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Return a contiguous view of the current buffer for each gradient, as torch does."""
+        """Return a list with a view of the current buffer for each gradient. Views are contiguous, as in torch."""
         starts = [gradient.storage_offset() - self._origin for gradient in self._gradients]
         pairs = zip(starts, self._gradients, strict=True)
         return [self._buffer[start : start + one.numel()].view(one.shape) for start, one in pairs]
@@ -60,7 +60,7 @@ class GradBucket:
         return self._parameters
 
     def is_last(self) -> bool:
-        """Return True for the last bucket of the round."""
+        """Return True for the last bucket in the round of gradient reduction."""
         return self._is_last
 
     def set_buffer(self, tensor: Tensor) -> None:
