@@ -88,7 +88,7 @@ class BaseFinetuning(Callback):
     # -- hooks ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Call :meth:`freeze_before_training`, and discard records from an earlier fit."""
+        """Call :meth:`freeze_before_training`. Before a fit, first discard what an earlier fit has recorded."""
         if stage == "fit":
             self._internal_optimizer_metadata, self._restarting, self._loaded = {}, False, None
         self.freeze_before_training(pl_module)
@@ -200,7 +200,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze a module's own parameters, but not its submodules'. A BatchNorm layer stops updating its statistics."""
+        """Freeze a module's own parameters, but not its submodules'. A BatchNorm stops updating its statistics."""
         _set_trainable(module, False)
 
     @staticmethod
@@ -311,7 +311,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr: float | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Freeze the backbone, and discard the learning rate from an earlier fit."""
+        """Freeze the backbone. Before a fit, first discard the backbone's learning rate of an earlier fit."""
         if stage == "fit":
             self.previous_backbone_lr = None
         super().setup(trainer, pl_module, stage)

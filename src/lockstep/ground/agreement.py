@@ -182,7 +182,7 @@ class ConsensusFlags:
 
     @waits()
     def close(self) -> None:
-        """Release the shared memory or the process group; the flags keep their values."""
+        """Release the shared memory or the process group. The flags' values do not change."""
         self._channel.close()
         self._use(_Alone())
 
@@ -263,7 +263,9 @@ class _Shared:
 
 
 class _Messages:
-    """Channel for ranks on several hosts, which starts an exchange every k-th window and reads it k windows later."""
+    """Channel for ranks on several hosts. It starts an exchange every k-th window, and reads the result k windows
+    later.
+    """
 
     def __init__(self, group: comm.Group, every: int | None) -> None:
         self._paced = every is None

@@ -280,7 +280,7 @@ def save_alone(session: Session, path: str | os.PathLike[str]) -> None:
 
 
 def finish(session: Session) -> None:
-    """Wait until all checkpoints are written. If a write failed on any rank, raise an error on all ranks. Collective."""
+    """Wait until all checkpoints are written. If a rank failed to write, raise an error on all ranks. Collective."""
     strategy = session.strategy
     if getattr(type(strategy.checkpoint_io), "teardown", None) is CheckpointIO.teardown:
         return

@@ -23,7 +23,7 @@ MOST = 1024
 
 
 class DeviceMarks:
-    """Collectives of this process that a device has in its queue, each with an event that marks completion.
+    """Watcher of collectives in device queues, which detects by an event after each collective when it has completed.
 
     Args:
         memory: the trace that records their ends.

@@ -333,7 +333,7 @@ class Reducer:
 
     @waits("reducing gradients in backward")
     def finish(self) -> None:
-        """Reduce remaining gradients after a backward, and wait for all reductions. If `sync` is False, only clean up."""
+        """Reduce remaining gradients after a backward, and wait for all reductions. Without `sync`, only clean up."""
         if self._idle:
             if self.zero_weight:
                 self._show()
@@ -456,7 +456,7 @@ class Reducer:
 
     @does("reducing gradients in backward")
     def _conclude(self) -> None:
-        """Let reductions start during backwards once every bucket has received a gradient, unless backwards are nested."""
+        """Let reductions start during backwards if every bucket has received a gradient and no backwards are nested."""
         self._nested = self._nested or len(self._tasks) > 1
         self._tasks.clear()
         self._untouched.difference_update(self._arrived)
@@ -656,7 +656,7 @@ class StaticGraph:
         return accumulated
 
     def arm(self, early: bool) -> None:
-        """Reset the counts of gradients that have yet to arrive, before a backward and after the buckets are prepared."""
+        """Reset the counts of gradients that have yet to arrive, for a backward whose buckets are prepared."""
         self._remaining[:] = self._times
         for index, bucket in enumerate(self._buckets):
             self._at_launch[index] = None

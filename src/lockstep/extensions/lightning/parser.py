@@ -235,7 +235,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
                 self.link_arguments(key, link_to, compute_fn=_with_class(kind))
 
     def automatic(self) -> tuple[list[str], list[str]]:
-        """Return two lists: the keys of the optimizers, and of the schedulers, that the CLI itself creates."""
+        """Return (keys of the optimizers, keys of the schedulers) that the CLI itself creates."""
         registers = (self._optimizers, self._lr_schedulers)
         optimizers, schedulers = ([k for k, (_, to) in each.items() if to == "AUTOMATIC"] for each in registers)
         return optimizers, schedulers

@@ -118,7 +118,7 @@ class MeasuredSplit:
     def _measure(
         self, stages: Stages, owned: Ownership, optimizers: Sequence[Optimizer], turns: Sequence[Turn]
     ) -> Resplit | None:
-        """Measure all blocks on each device, and return the first decision on the split; None if there are no samples."""
+        """Measure all blocks on each device, and return the first decision on the split; None without samples."""
         like, takes_more = _input_of(stages, turns)
         extras_of = partial(stages.extras_of, turns[0].take) if takes_more else tuple
         mine: list[_DeviceReport] = []

@@ -162,7 +162,7 @@ class BlockProfile:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Spans of a training step that runs with or without recomputation.
+    """Spans of a training step, which together describe its memory and work.
 
     Attributes:
         spans: the spans, in the order in which they run.
@@ -257,7 +257,9 @@ def spans_of(trace: StepTrace) -> tuple[SpanProfile, ...]:
     """Return the profiles of a trace's spans, with their memory."""
 
     def dies(made: TracedAllocation) -> float:
-        """Return an allocation's last operation, if gradients are freed after the autograd node that computes them."""
+        """Return the index of the last operation that needs an allocation, if gradients are freed once they are
+        computed.
+        """
         end = made.born
         if made.kind != "gradient":
             return made.died
@@ -283,7 +285,7 @@ AFTER = -2
 
 
 def _kept(trace: StepTrace) -> dict[int, int]:
-    """Return, for each block, the bytes that the forward keeps for the backward."""
+    """Return {index of a block: bytes that its forward keeps for the backward}."""
     forwards = [at for at, span in enumerate(trace.spans) if span.phase == FORWARD]
     end = max(trace.spans[at].stop for at in forwards)
     last = max((at for at in forwards if trace.spans[at].unit != REST), default=-1)
