@@ -15,8 +15,7 @@ CAUSE = "LOCKSTEP_CAUSE"
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
-    """Return the World (ranks and nodes) that ``torchrun`` describes in the environment; None if there is no
-    ``torchrun``.
+    """Return the World (ranks and nodes) that ``torchrun`` describes in the environment; None without ``torchrun``.
 
     ``RANK`` and ``LOCAL_RANK`` together identify torchrun. lockstep's own launcher does not set ``RANK``.
 

@@ -1,5 +1,4 @@
-"""Source of batches from loaders that are used unchanged, and copies of loaders without shuffling for
-``overfit_batches``.
+"""Source of batches from a loader that is used unchanged, and unshuffled loaders for ``overfit_batches``.
 
 Used unchanged are iterables that are not DataLoaders, loaders that make batches in their own way, and all loaders if
 ``use_distributed_sampler`` is False.
@@ -153,9 +152,7 @@ class Untouched(LoaderSource):
             return skip(iterator, start) if start else read_first(iterator)
 
     def _end_pass(self, state: dict[str, Any]) -> None:
-        """Load the loader's state from an earlier pass, and finish that pass, so that the next ``iter`` starts a new
-        one.
-        """
+        """Load the loader's state from an earlier pass, and finish that pass. The next ``iter`` starts a new pass."""
         self._newest = state
         cast(Stateful, self._loader).load_state_dict(state["loader"])
         with isolate_rng(include_cuda=False):

@@ -53,8 +53,7 @@ SENT_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sig
 
 
 def opened(loader: Iterable[Any]) -> Iterator[Any]:
-    """Return ``iter(loader)``, modified so that reading batches raises an error, instead of hanging, if a worker is
-    killed.
+    """Return ``iter(loader)``, modified so that reading raises an error, instead of hanging, if a worker is killed.
 
     torch ends its workers by a `multiprocessing.Event`, and each worker takes the event's lock once a batch. A worker
     that is killed at that moment (by the kernel, out of memory) never releases the lock. The training process would
@@ -205,9 +204,7 @@ def _how(worker: BaseProcess) -> str:
 
 
 def _while(iterator: Any, worker: int) -> str:
-    """Return the part of an error message that lists the samples that a dead worker had to fetch; "" if they are
-    unknown.
-    """
+    """Return the end of an error message: the samples that a dead worker had to fetch, or "" if they are unknown."""
     tasks, recorder = getattr(iterator, "_task_info", {}), getattr(iterator, "_sampler_iter", None)
     if not isinstance(recorder, IndexRecorder):
         return ""
@@ -272,9 +269,7 @@ def end_workers(loader: object) -> None:
 
 
 class _DoneEvent:
-    """Training process's end of a `multiprocessing.Event` that requests workers to end. A killed worker cannot block
-    it.
-    """
+    """Replacement of torch's `multiprocessing.Event` that requests workers to end. Killed workers cannot block it."""
 
     def __init__(self, condition: Condition, flag: Semaphore, workers: Sequence[BaseProcess]) -> None:
         self._condition = condition

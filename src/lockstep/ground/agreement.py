@@ -263,9 +263,7 @@ class _Shared:
 
 
 class _Messages:
-    """Channel for ranks on several hosts. It starts an exchange every k-th window, and reads the result k windows
-    later.
-    """
+    """Channel for ranks on several hosts. Every k-th window starts an exchange, which is read k windows later."""
 
     def __init__(self, group: comm.Group, every: int | None) -> None:
         self._paced = every is None

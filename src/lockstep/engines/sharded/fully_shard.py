@@ -387,9 +387,7 @@ class ShardedModule:
         return self._groups
 
     def gathered(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return two lists: gathered parameters with communication buffers, and unsharded gradients that are not
-        reduced yet.
-        """
+        """Return (gathered parameters and communication buffers, unsharded gradients that are not reduced yet)."""
         groups = self.groups()
         whole, waiting = list(tensors_in(vars(groups[0].comm_ctx), 3)) if groups else [], []
         for param in self._params.values():

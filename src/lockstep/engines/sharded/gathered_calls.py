@@ -14,8 +14,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 class GatheredCalls:
-    """Hooks that gather the root module's FSDP parameter group for layer calls outside of a step, and free it
-    afterwards.
+    """Hooks that gather the root module's FSDP parameter group for layer calls outside of a step, then free it.
 
     Within a step the module's entry method has gathered the parameters, and the end of a step or an evaluation frees
     them. Without this class, later code would read and write parameters that a call has left gathered, not the shards.

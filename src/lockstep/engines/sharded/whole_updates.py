@@ -58,8 +58,7 @@ def cost_of(shape: Sequence[int]) -> int:
 
 
 class WholeUpdates(Owners):
-    """Wrapper around optimizers that makes each rank update the full parameters that it owns, although they are
-    sharded.
+    """Wrapper around optimizers that makes each rank update the sharded parameters that it owns as full tensors.
 
     Args:
         optimizers: optimizers that update each parameter independently; parameters are DTensors or full tensors.
@@ -79,9 +78,7 @@ class WholeUpdates(Owners):
         return cost_of(parameter.shape)
 
     def _assign(self, parameters: Iterable[Tensor]) -> None:
-        """Assign an owner to each parameter without an owner, and record the ranks' shards. Collective for new
-        parameters.
-        """
+        """Assign an owner to each new parameter, and record the ranks' shards. Collective if any parameter is new."""
         new = [parameter for parameter in parameters if parameter not in self._boxes]
         if not new:
             return
@@ -102,9 +99,7 @@ class WholeUpdates(Owners):
 
     @contextmanager
     def _updating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Hide gradients inside the block, so that no rank updates shards; afterwards, update full parameters on their
-        owners.
-        """
+        """Hide gradients in the block, so that no shard is updated. Then update full parameters on their owners."""
         updated = self._with_gradient(optimizer)
         rounds = _Rounds(self, optimizer, updated)
         with without_gradients(updated):
@@ -179,9 +174,7 @@ class _Rounds:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Update all parameters in rounds. A round's gradients are sent while the previous round is computed.
-        Collective.
-        """
+        """Update all parameters in rounds, sending a round's gradients during the previous round. Collective."""
         incoming = self._gather(self._rounds[0]) if self._rounds else None
         outgoing: tuple[Any, _Exchange] | None = None
         for number, row in enumerate(self._rounds):
@@ -200,9 +193,7 @@ class _Rounds:
     # -- from shards to the owner
 
     def _sources(self, parameter: Tensor) -> list[tuple[int, Box]]:
-        """Return (rank, range) of each shard from which the owner assembles ``parameter``, preferring the owner's own
-        shard.
-        """
+        """Return (rank, range) of each shard from which the owner assembles a parameter. Prefer the owner's shard."""
         owner, boxes = self._owners.owner(parameter), self._owners.boxes(parameter)
         found: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for rank, box in enumerate(boxes):

@@ -40,8 +40,7 @@ MIDDLE = (
 
 
 class AnyCall(nn.Module):
-    """Module whose forward calls a given function, so that DeepSpeed's hooks run around any method of the user's
-    module.
+    """Module whose forward calls a given function, so that DeepSpeed's hooks run around any of the user's methods.
 
     Args:
         module: the user's module.
@@ -346,9 +345,7 @@ class ZeroEngine:
         return [each for group in self.zero.averaged_gradients.values() if group is not None for each in group]
 
     def norms(self) -> list[Tensor]:
-        """Return the gradient norms that the engine records under optimizer offload. Changing them in place affects
-        clipping.
-        """
+        """Return the gradient norms recorded under optimizer offload. Clipping uses in-place changes of the norms."""
         return list(getattr(self.zero, "norm_for_param_grads", {}).values())
 
     def save(self, folder: str | os.PathLike[str], tag: str, rest: dict[str, Any]) -> None:

@@ -433,9 +433,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._sync_module_buffers(src)
 
     def _compare(self, stage: str) -> None:
-        """If ``check_reduction`` is True, check that all ranks are at ``stage`` and have reduced all gradients.
-        Collective.
-        """
+        """If ``check_reduction``, check that all ranks are at ``stage`` and have reduced all gradients. Collective."""
         if self._checks is not None:
             with self._named_failure("comparing the ranks' places"):
                 self._checks.compare(stage, self.reducer.missing() if stage == "forward" else [])
@@ -481,8 +479,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Disable gradient synchronization for forwards in the context, and for their backwards, even after the
-        context.
+        """Disable gradient synchronization for forwards in the context and their backwards, even after the context.
 
         Gradients accumulate on this rank. The first backward of a forward outside the context averages their sum.
 

@@ -99,9 +99,7 @@ class RankRecording:
         return found
 
     def load(self, what: str, update: int) -> dict[str, Value]:
-        """Load the tensors of kind ``what`` ("gradients", "parameters") of an update, by parameter; {} if none were
-        written.
-        """
+        """Load an update's tensors of kind ``what`` (such as "gradients"), by parameter; {} if none were written."""
         return dict(self._load(what, update))
 
     def sums(self, update: int) -> dict[str, dict[int, Tensor]]:

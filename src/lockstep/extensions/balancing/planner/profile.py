@@ -257,9 +257,7 @@ def spans_of(trace: StepTrace) -> tuple[SpanProfile, ...]:
     """Return the profiles of a trace's spans, with their memory."""
 
     def dies(made: TracedAllocation) -> float:
-        """Return the index of the last operation that needs an allocation, if gradients are freed once they are
-        computed.
-        """
+        """Return the index of an allocation's last operation, if gradients are freed once they are computed."""
         end = made.born
         if made.kind != "gradient":
             return made.died
