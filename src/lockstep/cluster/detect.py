@@ -224,7 +224,7 @@ def is_placed(environ: Mapping[str, str], named: str | None = None) -> bool:
 
 
 def early_rank(environ: Mapping[str, str]) -> int:
-    """Return this process's rank as far as it is known before the Trainer's flags are. Only global rank 0 gets 0."""
+    """Return a provisional rank for this process, before the Trainer's flags are known. Only global rank 0 gets 0."""
     if "RANK" in environ:
         return read_number(environ, "RANK")
     if local.is_started(environ):

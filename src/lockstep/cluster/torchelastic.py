@@ -44,7 +44,7 @@ def given_world(environ: Mapping[str, str]) -> World | None:
 
 
 def sees_all_devices(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if `lockstep run` started this rank, so that it sees all devices of its node."""
+    """Return True if this rank sees all devices of its node, because `lockstep run` started it."""
     return STARTED in environ
 
 

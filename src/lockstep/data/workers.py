@@ -172,7 +172,7 @@ class IndexRecorder:
 
 
 def name_death(error: BaseException) -> None:
-    """Add to torch's error about a dead worker which signal killed the worker, and which samples it had to fetch.
+    """Extend torch's error about a dead worker by the signal that killed it and the samples that it had to fetch.
 
     torch may raise that error at any point of the program, from its handler of SIGCHLD.
     """

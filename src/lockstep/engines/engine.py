@@ -416,7 +416,7 @@ class Engine:
         return EngineState(self.module.state_dict(), [each.state_dict() for each in self.optimizers], own)
 
     def _other_parameters(self) -> dict[str, Any]:
-        """Return the values of parameters that optimizers have, but the module does not."""
+        """Return the values of parameters that are in optimizers but not in the module."""
         others = parameters_outside(self.module, self.optimizers)
         return {"other parameters": {name: p.detach().cpu().clone() for name, p in others.items()}} if others else {}
 

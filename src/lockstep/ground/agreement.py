@@ -136,7 +136,7 @@ class ConsensusFlags:
         return len(self._names) - 1
 
     def request(self, bit: int) -> None:
-        """Request that ``bit`` be raised at a later boundary, which is the same on all ranks."""
+        """Request that all ranks raise ``bit`` at the same later boundary."""
         if bit not in self.up:
             self._wanted.add(bit)
 

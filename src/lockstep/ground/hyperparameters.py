@@ -74,7 +74,7 @@ class HyperparametersMixin:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Save arguments of ``__init__`` in :attr:`hparams`; call this method inside ``__init__``.
+        """Save arguments of ``__init__`` in :attr:`hparams`. Call this method inside ``__init__``.
 
         :attr:`hparams` keeps the objects. A checkpoint contains no code: it holds their plain form (a path as a
         string, an ``Enum`` as its value, a ``Namespace`` or dataclass as a dict) and the names of their classes.

@@ -147,7 +147,7 @@ class Agent(LocalElasticAgent):
         super()._shutdown(death_sig)
 
     def cause(self) -> str:
-        """Return the first cause that a supervisor has reported. Otherwise, describe the ranks' exit codes."""
+        """Return the failure's cause that a supervisor reported first, or else a description of the exit codes."""
         path = Path(os.environ[CAUSE])
         until = time.monotonic() + CAUSE_TIMEOUT * path.with_name(f"{path.name}.promised").exists()
         while True:

@@ -23,7 +23,7 @@ MOST = 1024
 
 
 class DeviceMarks:
-    """Watcher of collectives in device queues, which detects by an event after each collective when it has completed.
+    """Detector of completed collectives in device queues. It records an event after each collective.
 
     Args:
         memory: the trace that records their ends.

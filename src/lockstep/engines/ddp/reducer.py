@@ -279,7 +279,7 @@ class Reducer:
                 parameter.requires_grad_(not is_frozen)
 
     def detach(self) -> None:
-        """Remove the autograd hooks. Gradients do not change, and are no longer reduced."""
+        """Remove the autograd hooks, so that later gradients are not reduced. Existing gradients do not change."""
         self._remove_hooks()
         self._transport.close()
         self.buckets = []
@@ -388,7 +388,7 @@ class Reducer:
         return [bytes(bucket.used) for bucket in self.buckets], False
 
     def missing(self) -> list[str]:
-        """Return names of parameters whose gradients the last backward did not reduce; empty after a `finish`."""
+        """Return the names of parameters whose gradients the last backward did not reduce, or [] after `finish`."""
         if not self._prepared:
             return []
         return [name for bucket in self.buckets[self._next :] for name in bucket.names]
@@ -593,7 +593,7 @@ def move_last(hooks: Iterable[Any]) -> bool:
 
 
 class StaticGraph:
-    """Recorded pattern of a static graph: which parameters get gradients, and whose gradient completes each bucket.
+    """Recorded pattern of a static graph: which parameters get gradients, and which gradient completes each bucket.
 
     One autograd hook per bucket, on the parameter whose gradient arrived last, replaces one hook per parameter. The
     version counters of tensors show whether the other gradients have arrived. The last bucket, with no backward left to

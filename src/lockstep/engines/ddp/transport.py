@@ -142,7 +142,7 @@ class Flags:
 
 
 class UsedParameters:
-    """Asynchronous exchange of flags over ``group``, which mark the parameters that have gradients.
+    """Asynchronous exchange over ``group`` of flags that mark the parameters with gradients.
 
     Args:
         buckets: all buckets of a gradient reduction, which were launched.

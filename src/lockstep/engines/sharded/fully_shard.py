@@ -289,7 +289,7 @@ class ShardedModule:
             self._is_running = False
 
     def serve_calls(self, within: bool) -> Callable[[], None]:
-        """Enable calls of layers in hooks and, if ``within``, in steps after a backward, by gathering their parameters.
+        """Gather layers' parameters for calls of the layers in hooks and, if ``within``, in steps after a backward.
 
         Returns:
             A function that disables such calls again.

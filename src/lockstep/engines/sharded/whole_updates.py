@@ -48,7 +48,7 @@ The rest of these optimizers' updates does not depend on the value and is added,
 
 
 def cost_of(shape: Sequence[int]) -> int:
-    """Return the relative cost of an update: the number of elements and, for a matrix, times the smaller side.
+    """Return the relative cost of an update: the number of elements, for a matrix multiplied by its smaller side.
 
     >>> cost_of((4, 3)), cost_of((5,)), cost_of((2, 3, 4))
     (36, 5, 48)
@@ -148,7 +148,7 @@ class _About:
 
 
 class _Rounds:
-    """Runner of one optimizer step in rounds, each of which gathers parameters on their owners and returns new values.
+    """Runner of one optimizer step in rounds: gather parameters on their owners, update them, send back new values.
 
     Args:
         owners: owners of the parameters.

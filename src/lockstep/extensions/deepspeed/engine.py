@@ -84,7 +84,7 @@ class Piece:
         return tensor.narrow(0, self.place, self.size)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Copy the shard's elements from the full tensor ``whole`` into a 1-D tensor, or return a view of them."""
+        """Return the shard's elements of the full tensor ``whole``, as a 1-D tensor."""
         return whole.flatten()[self.start : self.start + self.size]
 
 
@@ -335,7 +335,7 @@ class ZeroEngine:
             self.zero.reset_cpu_buffers()
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's shards of the window's gradients. The step uses in-place changes of the shards."""
+        """Return this rank's shards of the window's gradients. In-place changes of the shards affect the step."""
         if not self.has_gradients:
             return []
         if self._offloads:
@@ -345,7 +345,7 @@ class ZeroEngine:
         return [each for group in self.zero.averaged_gradients.values() if group is not None for each in group]
 
     def norms(self) -> list[Tensor]:
-        """Return the gradient norms recorded under optimizer offload. Clipping uses in-place changes of the norms."""
+        """Return the gradient norms recorded under optimizer offload. In-place changes of the norms affect clipping."""
         return list(getattr(self.zero, "norm_for_param_grads", {}).values())
 
     def save(self, folder: str | os.PathLike[str], tag: str, rest: dict[str, Any]) -> None:
@@ -593,7 +593,7 @@ def _without_own_choices() -> Iterator[None]:
 
 
 def evaluation(module: nn.Module, config: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a function that evaluation uses to call methods of a partitioned module. Collective.
+    """Return a function for evaluation that calls methods of a partitioned module. Collective.
 
     Layers are gathered for the call. The function's attribute ``end`` removes the hooks.
     """

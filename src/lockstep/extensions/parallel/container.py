@@ -248,7 +248,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     broadcast_bucket_size = 250 * 2**20  # read by torch's libraries
 
     def _attach(self) -> None:
-        """Create the reducer and the watcher of backwards. Collective."""
+        """Create the reducer, and the watcher that detects when a backward starts and ends. Collective."""
         ignored = {*self.parameters_to_ignore, *self._frozen}
         named = [(name, p) for name, p in self.module.named_parameters() if name not in ignored]
         plan = plan_buckets(infos_of(named), self.bucket_bytes_cap_list) if self.bucket_bytes_cap_list else None
@@ -460,7 +460,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._watch.step()
 
     def _named_failure(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context that adds the missing rank and its error to the error of a failed collective."""
+        """Return a context that extends the error of a failed collective by the missing rank and that rank's error."""
         return named_failure(self.process_group, doing, self.reducer.rounds + 1)
 
     def skip_backward(self) -> None:

@@ -223,7 +223,7 @@ class Chain:
     # -- a step in two parts
 
     def input_of(self, step: Callable[[], Any]) -> tuple[Tensor | None, Extras]:
-        """Run a step up to the chain. Return (chain's input, None if the chain is not called; other arguments)."""
+        """Run a step up to the chain. Return (chain's input or None if it is not called, blocks' other arguments)."""
         self._count, self._first, self._extras = 0, None, []
         try:
             with self._in(_Mode.TAKES):

@@ -74,7 +74,7 @@ class _Post:
         self.size = 0
 
     def announce(self, value: Any) -> Any:
-        """Return the announcement of ``value``: a large tensor's shape and dtype, else a copy of the value."""
+        """Return the announcement of ``value``: a large tensor's shape and dtype, else the value or its copy."""
         if isinstance(value, Tensor):
             on_device = value.device.type == self._device.type
             # sparse and other layouts cannot be received into a flat buffer
