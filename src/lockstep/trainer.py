@@ -571,9 +571,10 @@ class Trainer(Attributes):
         if early:
             own = f"{type(self.session.module).__name__}.on_train_batch_end"
             warn_once(
-                f"trainer.save_checkpoint in {early}: {own} has not run yet for this batch, and a run that resumes "
-                "from this file does not call it for this batch. If the module's hook changes anything, save there, "
-                "or derive the callback from lockstep.callbacks.Checkpoint, which runs after the module."
+                f"trainer.save_checkpoint was called in {early}, before {own} has run for this batch. A fit that "
+                "resumes from this checkpoint skips that hook of the module for the batch. If the hook changes "
+                "anything, save in the hook, or derive the callback from lockstep.callbacks.Checkpoint, so that the "
+                "callback runs after the module."
             )
         state.save(self.session, filepath, bool(weights_only), storage_options, trainable_only=trainable_only)
 

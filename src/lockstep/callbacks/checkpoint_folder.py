@@ -67,7 +67,7 @@ class FolderClaim:
         self._is_shared = False
 
     def claim(self, folder: str) -> None:
-        """Lock a folder if it exists; warn if another process has locked it."""
+        """Lock ``folder`` if it exists, and warn if another process has already locked it."""
         if self._claimed is None:
             mark = claims.claim(folder)
             self._claimed, self._is_shared = folder if mark else None, mark is False
@@ -94,7 +94,7 @@ class FolderClaim:
 
 
 def checkpoints_since(path: str, folder: str, extension: str) -> Iterator[str]:
-    """Yield the paths of checkpoints in a local folder that were written after the file `path`."""
+    """Yield the paths of checkpoints in a local folder that were written after the checkpoint `path`."""
     since, own = storage.modified(path), storage.absolute(path)
     for name in storage.names(folder):
         found = os.path.join(folder, name)

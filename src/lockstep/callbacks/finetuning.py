@@ -58,7 +58,7 @@ class BaseFinetuning(Callback):
     # -- to override ---------------------------------------------------------------------------------------
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:
-        """Freeze the parameters that are trained later or never; called in ``setup``, on every rank.
+        """Freeze the parameters that are unfrozen later or never. Called in ``setup``, on every rank.
 
         Args:
             pl_module: module of the run.
@@ -71,7 +71,7 @@ class BaseFinetuning(Callback):
         )
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze the layers to train from this epoch; called at the start of each epoch, for each optimizer.
+        """Unfreeze the layers to train from this epoch on. Called at the start of each epoch, for each optimizer.
 
         Args:
             pl_module: module of the run.
@@ -88,7 +88,7 @@ class BaseFinetuning(Callback):
     # -- hooks ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Call :meth:`freeze_before_training`, and discard records from an earlier fit."""
+        """Call :meth:`freeze_before_training`. Before a fit, first discard what an earlier fit has recorded."""
         if stage == "fit":
             self._internal_optimizer_metadata, self._restarting, self._loaded = {}, False, None
         self.freeze_before_training(pl_module)
@@ -190,7 +190,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Unfreeze all parameters of modules; BatchNorm updates its running statistics again.
+        """Unfreeze all parameters of modules, and let BatchNorm layers update their running statistics again.
 
         Args:
             modules: a module, or a nest of iterables of modules.
@@ -200,7 +200,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze a module's own parameters, but not its children's; a BatchNorm stops updating its statistics."""
+        """Freeze a module's own parameters, but not its submodules'. A BatchNorm stops updating its statistics."""
         _set_trainable(module, False)
 
     @staticmethod
@@ -216,7 +216,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the parameters that the optimizer does not have yet; warn about those that it has.
+        """Return those of ``params`` that are not in the optimizer yet, and warn about the others.
 
         Args:
             optimizer: optimizer whose parameter groups are searched.
@@ -311,7 +311,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr: float | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Freeze the backbone, and discard the learning rate from an earlier fit."""
+        """Freeze the backbone. Before a fit, first discard the backbone's learning rate of an earlier fit."""
         if stage == "fit":
             self.previous_backbone_lr = None
         super().setup(trainer, pl_module, stage)
@@ -385,7 +385,7 @@ def _set_trainable(module: nn.Module, trainable: bool) -> None:
 
 
 def _frozen_names(module: nn.Module) -> dict[str, list[str]]:
-    """Return the names of frozen parameters and of BatchNorm layers without statistics updates."""
+    """Return the names of frozen parameters, and of BatchNorm layers that do not update their statistics."""
     return {
         "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
         "untracked": [

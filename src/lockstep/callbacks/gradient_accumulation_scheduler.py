@@ -92,7 +92,7 @@ class GradientAccumulationScheduler(Callback):
         self._scheduled_trainer = trainer
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Apply the result of :meth:`get_accumulate_grad_batches`, which a subclass may override."""
+        """Set the number of micro-batches per step to the result of :meth:`get_accumulate_grad_batches`."""
         epoch = trainer.current_epoch
         wanted = self.get_accumulate_grad_batches(epoch)
         if wanted != trainer.config.accumulation(epoch):

@@ -23,7 +23,7 @@ _claims: dict[str, _Claim] = {}
 
 
 def claim(folder: PathLike) -> bool | None:
-    """Lock a local folder, as a sign that this process saves there; each call needs one :func:`release`.
+    """Lock a local folder, to mark that this process saves there. Each call needs one call of :func:`release`.
 
     The folder itself is locked, so no file is written. The lock ends with the process at the latest.
 
@@ -43,7 +43,7 @@ def claim(folder: PathLike) -> bool | None:
 
 
 def release(folder: PathLike) -> None:
-    """Undo one call of :func:`claim`; when all calls are undone, unlock the folder."""
+    """Undo one call of :func:`claim`. The folder is unlocked once all calls are undone."""
     name = storage.absolute(folder)
     own = _claims.get(name)
     if own is None:

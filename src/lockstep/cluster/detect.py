@@ -59,7 +59,7 @@ CHOICES = "'TorchElastic', 'SLURM', 'LSF', 'Kubeflow', 'MPI' or 'Local'"
 
 
 def cluster_named(name: str) -> str:
-    """Return lockstep's name for the cluster that a user named, in upper or lower case.
+    """Convert a user's name of a cluster, in upper or lower case, to lockstep's name.
 
     Raises:
         MisconfigurationException: there is no cluster of this name.
@@ -77,7 +77,7 @@ def cluster_named(name: str) -> str:
 
 
 def find(environ: Mapping[str, str], named: str | None = None) -> tuple[Cluster, World] | None:
-    """Return the cluster that started this process, and the World that its variables describe; None without a cluster.
+    """Return (cluster that started this process, World that its variables describe), or None without a cluster.
 
     Args:
         environ: the environment.
@@ -182,7 +182,7 @@ class Placement:
 def detect(
     environ: Mapping[str, str], devices: int | None = None, num_nodes: int = 1, named: str | None = None
 ) -> Placement:
-    """Return the placement of this process.
+    """Return this process's `Placement`: its World, its cluster, and whether ranks still have to be started.
 
     Args:
         environ: the environment.
@@ -224,7 +224,7 @@ def is_placed(environ: Mapping[str, str], named: str | None = None) -> bool:
 
 
 def early_rank(environ: Mapping[str, str]) -> int:
-    """Return a preliminary rank for this process, before the Trainer's flags are known. Only global rank 0 gets 0."""
+    """Return a provisional rank for this process, before the Trainer's flags are known. Only global rank 0 gets 0."""
     if "RANK" in environ:
         return read_number(environ, "RANK")
     if local.is_started(environ):
@@ -242,7 +242,7 @@ def early_rank(environ: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True)
 class EnvironmentFinding:
-    """The cluster that `explained` found for this process, and the reason in words."""
+    """Result of `explained`: the cluster that was found for this process, and the reason in words."""
 
     cluster: str | None  #: a name of `CLUSTERS`, "local" for a rank that lockstep started; None: no launcher started it
     why: str  #: one sentence

@@ -20,7 +20,7 @@ _WAY_OUT = "Start the script with srun, or remove the SLURM_* variables"
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
-    """Return True if ``srun`` started this process as a task of a step.
+    """Return True if ``srun`` started this process as a task of a SLURM job step.
 
     A batch script's shell also has SLURM_PROCID=0 and SLURM_NTASKS, but is in no step.
     """
@@ -48,7 +48,7 @@ def is_only_task(environ: Mapping[str, str]) -> bool:
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
-    """Return the World of a process that SLURM's ``srun`` started as a task. None in any other process.
+    """Return the World (ranks and nodes) of a process that ``srun`` started as a task; None for any other process.
 
     Nodes may have different numbers of tasks (``2(x3),1``). The rendezvous is on the first host of the step's list, at
     a port derived from the numbers of the job, the step and the attempt. ``MASTER_ADDR`` and ``MASTER_PORT`` take
@@ -85,7 +85,7 @@ def given_world(environ: Mapping[str, str]) -> World | None:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The numbers of nodes and tasks that a SLURM job has, as the job's batch script sees them."""
+    """Numbers of nodes and tasks of a SLURM job, read from the environment of the job's batch script."""
 
     job: str
     nodes: int
@@ -94,7 +94,7 @@ class Allocation:
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the numbers of nodes and tasks if this process is the batch script of a SLURM job with several tasks.
+    """Return the `Allocation` of a SLURM job with several tasks, if this process is the job's batch script.
 
     Return None in any other process.
     """
@@ -110,7 +110,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def attempt(environ: Mapping[str, str]) -> int:
-    """Return how many times this SLURM job has been started before; 0 outside a job.
+    """Return the number of earlier starts of this SLURM job; 0 outside a job.
 
     In a trial of a search, earlier starts of the trial count as well.
     """
@@ -120,7 +120,7 @@ def attempt(environ: Mapping[str, str]) -> int:
 
 
 def job_name(environ: Mapping[str, str]) -> str | None:
-    """Return the name of this job for SLURM's commands: its number, or for a task of an array ``120_7``.
+    """Return the id of this job for SLURM's commands: the job's number, or ``120_7`` for a task of a job array.
 
     Return None outside a job.
     """
@@ -135,7 +135,7 @@ def _tasks(environ: Mapping[str, str]) -> int:
 
 
 def _counts(environ: Mapping[str, str]) -> list[int]:
-    """Return the number of tasks on each node of a SLURM job or step."""
+    """Return a list with the number of tasks on each node of a SLURM job or step."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE"))
     if text is not None:
         return tasks_per_node(text)

@@ -15,7 +15,7 @@ CAUSE = "LOCKSTEP_CAUSE"
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
-    """Return the World that ``torchrun`` describes in the environment. None if torchrun did not start this process.
+    """Return the World (ranks and nodes) that ``torchrun`` describes in the environment; None without ``torchrun``.
 
     ``RANK`` and ``LOCAL_RANK`` together identify torchrun. lockstep's own launcher does not set ``RANK``.
 
@@ -44,7 +44,7 @@ def given_world(environ: Mapping[str, str]) -> World | None:
 
 
 def sees_all_devices(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if `lockstep run` started this rank, so that it sees all devices of its node."""
+    """Return True if this rank sees all devices of its node, because `lockstep run` started it."""
     return STARTED in environ
 
 
@@ -60,7 +60,7 @@ def promise_cause(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def hand_cause(text: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Report the cause of a failure to the agent of ``lockstep run``, which prints the cause as the last line.
+    """Report ``text``, the cause of a failure, to the agent of ``lockstep run``, which prints it as the last line.
 
     Args:
         text: the cause, in one line.

@@ -53,7 +53,7 @@ def check_devices(devices: list[int] | str | int, cluster: str) -> None:
 def node_devices(
     accelerator: Accelerator, devices: list[int] | str | int, assigned_by_cluster: bool, alone: bool = False
 ) -> tuple[list[torch.device], int | None]:
-    """Return the devices that this process can use, and the number of ranks per node that the flags request.
+    """Return (devices that this process can use, number of ranks per node that the flags request).
 
     Args:
         accelerator: the accelerator.

@@ -1,4 +1,4 @@
-"""The source of loaders that are used unchanged, and copies of loaders that read in order for ``overfit_batches``.
+"""Source of batches from a loader that is used unchanged, and unshuffled loaders for ``overfit_batches``.
 
 Used unchanged are iterables that are not DataLoaders, loaders that make batches in their own way, and all loaders if
 ``use_distributed_sampler`` is False.
@@ -52,7 +52,7 @@ from lockstep.ground.seed import isolate_rng, random_states, set_random_states
 
 
 class Untouched(LoaderSource):
-    """Source of a loader that is used unchanged, with the random numbers of the process's global generators.
+    """Source of batches from a loader that lockstep uses unchanged. The loader draws from the global random generators.
 
     The source's state contains the random states at the start of the pass, including those of a sampler's own
     generators, so that a resumed run draws the same order. It also contains the current states of these generators, for
@@ -125,7 +125,7 @@ class Untouched(LoaderSource):
         return iter(())
 
     def _open_next(self, resume: dict[str, Any], start: int) -> Iterator[Any]:
-        """Start a new pass from its beginning. ``resume`` is the state of the previous pass, or empty."""
+        """Start a new pass at batch ``start``. ``resume`` is the saved state of the previous pass, or empty."""
         if "loader" in resume:
             self._end_pass(resume)
         # After a checkpoint of an earlier pass the generators continue from its end.
@@ -138,7 +138,7 @@ class Untouched(LoaderSource):
         return skip(opened(self._loader), start)
 
     def _reopen(self, resume: dict[str, Any], start: int) -> Iterator[Any]:
-        """Read the pass of a checkpoint again, with the random states at its start. Skip ``start`` batches."""
+        """Restart the pass in which a checkpoint was saved, with the same random states, at batch ``start``."""
         if resume.get("before"):
             self._end_pass(resume["before"])
         self._states, self._own_states = resume["random"], resume.get("own", [])
@@ -152,7 +152,7 @@ class Untouched(LoaderSource):
             return skip(iterator, start) if start else read_first(iterator)
 
     def _end_pass(self, state: dict[str, Any]) -> None:
-        """Load a loader's state from an earlier pass, and end that pass, so that the next pass is a new one."""
+        """Load the loader's state from an earlier pass, and finish that pass. The next ``iter`` starts a new pass."""
         self._newest = state
         cast(Stateful, self._loader).load_state_dict(state["loader"])
         with isolate_rng(include_cuda=False):
@@ -180,7 +180,7 @@ class Untouched(LoaderSource):
             sampler.load_state_dict(state)
 
     def _watch_order(self, loader: DataLoader[Any], name: str) -> None:
-        """Record the generators that determine the loader's order. Hash the elements that a user's sampler yields."""
+        """Find the random generators that set the loader's order. Hash the elements that a user's sampler yields."""
         replaced = "sampler" if loader.batch_sampler is None else "batch_sampler"
         found = [holder for sampler in (loader.sampler, loader.batch_sampler) for holder in holders(sampler)]
         self._generators = generators_of([*found, loader])

@@ -1,4 +1,4 @@
-"""Detection of data sets whose data already differs between ranks, so that lockstep must not split it.
+"""Detection of data sets that already yield different data on each rank, which lockstep must not split again.
 
 That is a data set that shards itself over the ranks, which is recognized by its type or by its first samples, or a
 loader that makes batches in its own way.
@@ -64,7 +64,7 @@ def shards_itself(dataset: object) -> bool:
 
 
 class OwnParts:
-    """Comparison of the ranks' first samples, to detect a stream that is already split among the ranks.
+    """Detector of a stream that is already split among the ranks. It compares the ranks' first samples.
 
     The process that reads the stream (the rank, or one of its loader workers) requests the result and waits for it.
 
@@ -98,7 +98,7 @@ class OwnParts:
         self._cells[0] = 0.0 if own is None else _OWN if own else _SHARED_OUT
 
     def ask(self, worker: int | None, mark: float) -> bool:
-        """Submit a fingerprint of the first samples that this reader has read. Wait for all ranks. Return `found`."""
+        """Submit ``mark``, a fingerprint of this reader's first samples. Wait for all ranks, and return `found`."""
         self._cells[1 + (worker or 0)] = mark
         if worker is None:
             self._agree()

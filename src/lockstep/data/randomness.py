@@ -56,7 +56,7 @@ def put_back(states: tuple[Any, ...]) -> None:
 
 
 class SeededIndices(list[int]):
-    """The indices of a batch. Iterating over them seeds the random generators before each sample is fetched.
+    """Indices of a batch. Iterating over them seeds the random generators for each sample before it is fetched.
 
     Before an index is yielded, the generators are seeded from the sample's position; ``collate_fn`` continues from the
     last sample's state. The generators are also seeded when the indices are unpickled in a loader's worker, for data
@@ -93,7 +93,7 @@ def _arrive(indices: list[int], key: int, first: int) -> SeededIndices:
 
 
 class SeededIndex(int):
-    """Index for a loader with ``batch_size=None``; unpickling it in a worker seeds the random generators there."""
+    """Index for a loader with ``batch_size=None``. Unpickling it in a worker seeds the worker's random generators."""
 
     key: int
     first: int

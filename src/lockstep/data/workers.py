@@ -1,4 +1,4 @@
-"""Support for loader workers: how many to use, which signals they block, and errors that explain why one died."""
+"""Support for loader workers: their number, the signals that they block, and errors that explain why a worker died."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SENT_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sig
 
 
 def opened(loader: Iterable[Any]) -> Iterator[Any]:
-    """Return ``iter(loader)``, modified so that the pass raises an error if a loader worker is killed.
+    """Return ``iter(loader)``, modified so that reading raises an error, instead of hanging, if a worker is killed.
 
     torch ends its workers by a `multiprocessing.Event`, and each worker takes the event's lock once a batch. A worker
     that is killed at that moment (by the kernel, out of memory) never releases the lock. The training process would
@@ -91,7 +91,7 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def rewinds(iterator: Iterator[Any]) -> bool:
-    """Return True if an iterator's ``__iter__`` starts a new pass, instead of only returning the iterator."""
+    """Return True if calling ``__iter__`` of an iterator starts a new pass, instead of only returning the iterator."""
     code = getattr(type(iterator).__iter__, "__code__", None)
     return code is not None and bool(code.co_names)
 
@@ -141,7 +141,7 @@ _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class IndexRecorder:
-    """A wrapper of a sampler's iterator that keeps the indices of the last batches, for errors about dead workers.
+    """Wrapper around a sampler's iterator that stores the indices of recent batches, for errors about dead workers.
 
     Args:
         inner: the sampler's iterator.
@@ -172,7 +172,7 @@ class IndexRecorder:
 
 
 def name_death(error: BaseException) -> None:
-    """Extend torch's error about a dead worker by the signal that killed it, and the samples that it had to fetch.
+    """Extend torch's error about a dead worker by the signal that killed it and the samples that it had to fetch.
 
     torch may raise that error at any point of the program, from its handler of SIGCHLD.
     """
@@ -204,7 +204,7 @@ def _how(worker: BaseProcess) -> str:
 
 
 def _while(iterator: Any, worker: int) -> str:
-    """Describe the samples that a dead worker had to fetch; the worker may already have sent the first batch."""
+    """Return the end of an error message: the samples that a dead worker had to fetch, or "" if they are unknown."""
     tasks, recorder = getattr(iterator, "_task_info", {}), getattr(iterator, "_sampler_iter", None)
     if not isinstance(recorder, IndexRecorder):
         return ""
@@ -224,7 +224,7 @@ SHOWN = 8
 
 @contextmanager
 def _signals_blocked(loader: Iterable[Any]) -> Iterator[None]:
-    """Block signals with Python handlers inside the context, also in processes that are started there."""
+    """Inside the context, block signals with Python handlers, so that processes started there block them too."""
     ours = {number for number in SENT_TO_ALL if callable(signal.getsignal(number))}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         ours.discard(signal.SIGINT)
@@ -244,7 +244,7 @@ def _signals_blocked(loader: Iterable[Any]) -> Iterator[None]:
 
 @functools.cache
 def _kill_at_exit() -> None:
-    """Register an exit function that kills remaining workers, which do not react to SIGTERM.
+    """Register a function that kills remaining workers at exit, since workers block SIGTERM.
 
     Python would wait for them.
     """
@@ -261,7 +261,7 @@ def _kill_at_exit() -> None:
 
 
 def end_workers(loader: object) -> None:
-    """End the persistent workers of a loader. Do nothing if it has none."""
+    """End the persistent workers of a loader. Do nothing if the loader has none."""
     iterator = getattr(loader, "_iterator", None)
     if iterator is not None and hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
@@ -269,7 +269,7 @@ def end_workers(loader: object) -> None:
 
 
 class _DoneEvent:
-    """The parent's side of a `multiprocessing.Event` that requests workers to end. Killed workers cannot block it."""
+    """Replacement of torch's `multiprocessing.Event` that requests workers to end. Killed workers cannot block it."""
 
     def __init__(self, condition: Condition, flag: Semaphore, workers: Sequence[BaseProcess]) -> None:
         self._condition = condition

@@ -78,7 +78,7 @@ class MicroBatch:
 
 
 class BatchByHand(NamedTuple):
-    """Current batch in manual optimization, where users may call ``loss.backward()`` instead of ``manual_backward``.
+    """Index and weight of the current batch in manual optimization, for a user's own call of ``loss.backward()``.
 
     Attributes:
         number: index of the batch in its epoch.
@@ -238,7 +238,7 @@ class Engine:
 
     @property
     def root_device(self) -> torch.device:
-        """Device of the module and its batches; users' strategies may override the property."""
+        """Device of the module and its batches. A user's strategy may override this property."""
         return self._root_device
 
     @root_device.setter
@@ -313,7 +313,7 @@ class Engine:
     # -- one window
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Call a step method of the user's module in the run's precision; loops call step methods only by `run`.
+        """Call a step method of the user's module in the run's precision. Loops call step methods only through `run`.
 
         Args:
             fn: step method, such as the module's ``training_step``.
@@ -416,7 +416,7 @@ class Engine:
         return EngineState(self.module.state_dict(), [each.state_dict() for each in self.optimizers], own)
 
     def _other_parameters(self) -> dict[str, Any]:
-        """Return the values of parameters that are in optimizers but not in the module, nor in its state dict."""
+        """Return the values of parameters that are in optimizers but not in the module."""
         others = parameters_outside(self.module, self.optimizers)
         return {"other parameters": {name: p.detach().cpu().clone() for name, p in others.items()}} if others else {}
 

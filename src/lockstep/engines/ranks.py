@@ -283,7 +283,7 @@ class RankedStrategy(Strategy):
         comm.barrier()
 
     def teardown(self) -> None:
-        """Restore NCCL's variables. The process group stays for the next call."""
+        """Restore NCCL's environment variables, but do not destroy the process group, which the next call can reuse."""
         super().teardown()
         if self._nccl is not None:
             self._nccl.restore()
@@ -385,7 +385,7 @@ def check_others(
 
 
 def checked_cap(name: str, value: float | None, default: float) -> float:
-    """Return a bucket size in MiB; ``default`` if ``value`` is None.
+    """Check a bucket size in MiB, and return it as a float. Return ``default`` if ``value`` is None.
 
     Raises:
         MisconfigurationException: the value is not a number above 0.
@@ -398,7 +398,7 @@ def checked_cap(name: str, value: float | None, default: float) -> float:
 
 
 def checked_caps(name: str, caps: Sequence[float] | None, default: float) -> list[float]:
-    """Return a list of bucket sizes in MiB, empty if ``caps`` is None; a size of None becomes ``default``.
+    """Check bucket sizes in MiB, and return them with ``default`` in place of each None; [] if ``caps`` is None.
 
     Raises:
         MisconfigurationException: a value is not a number above 0.
@@ -411,7 +411,7 @@ def checked_caps(name: str, caps: Sequence[float] | None, default: float) -> lis
 
 
 def check_switches(**switches: object) -> None:
-    """Raise unless all values are True or False: a string such as "False" would count as True.
+    """Raise an error unless all arguments are True or False, since a string such as "False" would count as True.
 
     Raises:
         MisconfigurationException: names the argument.
@@ -424,7 +424,7 @@ def check_switches(**switches: object) -> None:
 
 
 def _checked_backend(strategy: str, backend: str | None) -> str | None:
-    """Return a process group backend ("gloo", "cpu:gloo,cuda:nccl") in lower case, as torch writes it.
+    """Check a process group backend such as "cpu:gloo,cuda:nccl", and return it in lower case.
 
     Raises:
         MisconfigurationException: torch does not have it, and no package has registered it.

@@ -136,7 +136,7 @@ class ConsensusFlags:
         return len(self._names) - 1
 
     def request(self, bit: int) -> None:
-        """Request that ``bit`` be raised at a later boundary, which is the same on all ranks."""
+        """Request that all ranks raise ``bit`` at the same later boundary."""
         if bit not in self.up:
             self._wanted.add(bit)
 
@@ -182,7 +182,7 @@ class ConsensusFlags:
 
     @waits()
     def close(self) -> None:
-        """Release the shared memory or the process group; the flags keep their values."""
+        """Release the shared memory or the process group. The flags' values do not change."""
         self._channel.close()
         self._use(_Alone())
 
@@ -263,7 +263,7 @@ class _Shared:
 
 
 class _Messages:
-    """Channel for ranks on several hosts, which starts an exchange every k-th window and reads it k windows later."""
+    """Channel for ranks on several hosts. Every k-th window starts an exchange, which is read k windows later."""
 
     def __init__(self, group: comm.Group, every: int | None) -> None:
         self._paced = every is None

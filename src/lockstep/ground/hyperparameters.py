@@ -74,7 +74,7 @@ class HyperparametersMixin:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Save arguments of ``__init__`` in :attr:`hparams`; call this method inside ``__init__``.
+        """Save arguments of ``__init__`` in :attr:`hparams`. Call this method inside ``__init__``.
 
         :attr:`hparams` keeps the objects. A checkpoint contains no code: it holds their plain form (a path as a
         string, an ``Enum`` as its value, a ``Namespace`` or dataclass as a dict) and the names of their classes.
@@ -168,7 +168,7 @@ class HyperparametersMixin:
 
 
 def _choose(args: tuple[Any, ...], found: dict[str, Any]) -> tuple[Any, str | None]:
-    """Return the hyperparameters that ``save_hyperparameters(*args)`` saves, and the value of ``_hparams_name``.
+    """Return (hyperparameters that ``save_hyperparameters(*args)`` saves, value of ``_hparams_name``).
 
     The function selects from `found`, which has the arguments of ``__init__``.
     """
@@ -263,7 +263,7 @@ def merged_hyperparameters(sources: Iterable[Any]) -> dict[str, Any]:
 
 
 def _init_arguments(obj: object, frame: FrameType | None) -> tuple[dict[str, Any], int]:
-    """Return the arguments of all running calls of ``__init__`` on `obj` as one dict, and the number of calls."""
+    """Return (arguments of all running calls of ``__init__`` on `obj` as one dict, number of these calls)."""
     if dataclasses.is_dataclass(obj):
         return {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}, 1
     found: dict[str, Any] = {}

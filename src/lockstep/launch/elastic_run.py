@@ -147,7 +147,7 @@ class Agent(LocalElasticAgent):
         super()._shutdown(death_sig)
 
     def cause(self) -> str:
-        """Return the first cause that a supervisor has reported. Otherwise, describe the ranks' exit codes."""
+        """Return the failure's cause that a supervisor reported first, or else a description of the exit codes."""
         path = Path(os.environ[CAUSE])
         until = time.monotonic() + CAUSE_TIMEOUT * path.with_name(f"{path.name}.promised").exists()
         while True:
@@ -172,7 +172,6 @@ def _describe_first(failures: Mapping[int, ProcessFailure]) -> str:
     """Describe the failure that is most likely the first, from the ranks' exit codes.
 
     A rank that was killed counts before a rank that failed with an exception. Ranks that were killed by SIGTERM do not
-
     count if others failed, because the agent ended them.
     """
     by_itself = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
@@ -255,7 +254,7 @@ def remove_old_folders(temporary: Path) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """Lock a folder until this process ends. Return None if another process holds it, or locks are unsupported."""
+    """Lock a folder until this process ends, and return the lock's descriptor; None if the folder cannot be locked."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -266,7 +265,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def refuse_nested(environ: Mapping[str, str]) -> None:
-    """Raise if ``lockstep run`` was started inside a rank.
+    """Raise an error if ``lockstep run`` was started inside a rank.
 
     Raises:
         MisconfigurationException: the environment variables mark this process as a rank.
@@ -453,7 +452,7 @@ class OneNode(RendezvousHandler):
 
 
 class InOrder(RendezvousHandler):
-    """Rendezvous handler that numbers the nodes in the order of ``--node-rank``, so rank 0 is on the first of them.
+    """Rendezvous handler that numbers the nodes in the order of ``--node-rank``, so that rank 0 is on the first node.
 
     torch orders the nodes by host names and process ids. The nodes exchange their numbers through torch's store of the
     round.

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def here(devices: int | None, num_nodes: int, cluster: DescribesRanks | None = None) -> Placement:
-    """Return this process' World, and whether the other ranks still have to be started.
+    """Return this process's `Placement`: its World, its cluster, and whether ranks still have to be started.
 
     Does not return in the batch script of a SLURM job with several tasks: the process becomes ``srun``.
 

@@ -69,7 +69,7 @@ class ExperimentWriter:
         return import_module("fsspec.core").url_to_fs(self.log_dir)[0]
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
-        """Buffer a row of the table; tensors of one element become numbers.
+        """Buffer a row of the table. Tensors of one element become numbers.
 
         Args:
             metrics_dict: numbers, or tensors of one element, by name.
@@ -80,7 +80,7 @@ class ExperimentWriter:
         self.metrics.append(row)
 
     def save(self) -> None:
-        """Write the buffered rows to the table; rewrite the whole table if there is a new column.
+        """Write the buffered rows to the table. If there is a new column, rewrite the whole table.
 
         Raises:
             OSError: the file cannot be written.
@@ -140,7 +140,7 @@ class CSVLogger(FolderLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
-        """The :class:`ExperimentWriter`; on ranks other than 0 an object that accepts any call."""
+        """The :class:`ExperimentWriter` on rank 0. On other ranks, an object that ignores all calls."""
         if self._experiment is None:
             with self._named_errors():
                 self._experiment = ExperimentWriter(self.log_dir, append=self._owns_table)

@@ -59,7 +59,7 @@ class LightningOptimizer:
         return self._optimizer
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
-        """Run the hooks and step the optimizer; return the result of the closure.
+        """Run the hooks, step the optimizer, and return the result of the closure.
 
         Args:
             closure: function without arguments that computes the loss and its gradients; most optimizers need none.
@@ -129,7 +129,7 @@ class NoOptimizer(Optimizer):
         """Do nothing."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure; no parameter is updated."""
+        """Run the closure, without updating any parameters."""
         return closure() if closure is not None else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -139,7 +139,7 @@ class NoOptimizer(Optimizer):
 def parse(
     returned: object, *, automatic: bool, custom_scheduler_step: bool
 ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-    """Return the optimizers and schedulers from a result of ``configure_optimizers``, as two lists.
+    """Return (optimizers, schedulers) from a result of ``configure_optimizers``.
 
     Args:
         returned: any of the shapes that Lightning documents.

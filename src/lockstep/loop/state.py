@@ -158,7 +158,7 @@ def _resume_entries(session: Session, engine: EngineState, progress: Progress, a
 
 
 def _finished_in_window(session: Session, progress: Progress) -> int:
-    """Return the number of finished batches in the current window."""
+    """Return the number of finished batches in the current accumulation window."""
     feed = session.fit.feed
     if progress.last or not progress.batch or feed is None:
         return 0  # at the end of an epoch, or before it has loaders
@@ -166,7 +166,7 @@ def _finished_in_window(session: Session, progress: Progress) -> int:
 
 
 def _entries(session: Session, progress: Progress, done: int, start: dict[str, Any] | None, holds: bool) -> list[Any]:
-    """Return a checkpoint's entries by rank. Rank 0 gathers all, unless each rank writes its own. Collective.
+    """Gather the ranks' entries of a checkpoint in a list on rank 0, unless each rank writes its own. Collective.
 
     Args:
         session: session of this rank.
@@ -205,7 +205,7 @@ def logged(session: Session) -> dict[str, Any]:
 
 
 def validation_start(session: Session) -> ValidationStart:
-    """Return the state that a validation within a fit will change: random states and metrics."""
+    """Return the random states and metric states before a validation within a fit changes them."""
     return ValidationStart(random_states_of(session.strategy.own_devices), metric_states(session.module))
 
 
@@ -280,7 +280,7 @@ def save_alone(session: Session, path: str | os.PathLike[str]) -> None:
 
 
 def finish(session: Session) -> None:
-    """Wait until all checkpoints are written; raise an error of any rank on every rank. Collective."""
+    """Wait until all checkpoints are written. If a rank failed to write, raise an error on all ranks. Collective."""
     strategy = session.strategy
     if getattr(type(strategy.checkpoint_io), "teardown", None) is CheckpointIO.teardown:
         return
@@ -304,13 +304,13 @@ def finish_alone(session: Session) -> None:
 
 
 def best_of(session: Session) -> Checkpoint | None:
-    """Return the first callback that has a best checkpoint, or None."""
+    """Return the first checkpoint callback whose ``best_model_path`` is set, or None."""
     keepers = (callback for callback in session.checkpoint_callbacks if getattr(callback, "best_model_path", ""))
     return next(keepers, None)
 
 
 def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given: bool) -> str | None:
-    """Return the path for a ``ckpt_path``; None if there is nothing to load.
+    """Return the path of the checkpoint that ``asked``, a ``ckpt_path``, refers to; None if there is nothing to load.
 
     Args:
         session: session whose ModelCheckpoint callbacks know "best" and "last".
@@ -397,7 +397,7 @@ def _last(session: Session) -> str | None:
 
 @does("reading a checkpoint")
 def read(session: Session, path: str, weights_only: bool | None) -> dict[str, Any]:
-    """Load a checkpoint to the CPU on every rank, and apply its seed and batch plan."""
+    """Load a checkpoint to the CPU on every rank, and copy its seed and batch plan into the session."""
     checkpoint: dict[str, Any] = session.strategy.load_checkpoint(path, weights_only)
     check_weights(checkpoint, path)
     rank_zero_info(f"trainer.{session.state.fn}: restoring from {path}")
@@ -412,7 +412,7 @@ def read(session: Session, path: str, weights_only: bool | None) -> dict[str, An
 
 
 def restore_model(session: Session, checkpoint: dict[str, Any]) -> None:
-    """Load the weights and the data module's state, after the module's ``on_load_checkpoint``."""
+    """Load a checkpoint's weights and data module state, after calling the module's ``on_load_checkpoint``."""
     module, datamodule = session.module, session.datamodule
     _call_load_hook(session, checkpoint)
     if not session.places_first:  # placing the module has converted it
@@ -452,7 +452,7 @@ def _hashes_base(session: Session) -> bool:
 
 
 def take_base(session: Session, checkpoint: dict[str, Any] | None) -> None:
-    """Record the frozen weights. Raise if the checkpoint was trained with different frozen weights."""
+    """Record the frozen weights. Raise an error if the checkpoint was trained with different frozen weights."""
     module = session.module
     absent = None if checkpoint is None else frozen.absent_of(checkpoint, module)
     if checkpoint is not None and module.strict_loading:

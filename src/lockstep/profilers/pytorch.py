@@ -124,7 +124,7 @@ class PyTorchProfiler(Profiler):
     # -- actions -------------------------------------------------------------------------------------------
 
     def start(self, action_name: str) -> None:
-        """Label an action in the recording; the first action starts torch's profiler."""
+        """Start an action's label in the recording. The first action also starts torch's profiler."""
         if self.profiler is None:
             self._tables = {}
             module = self._module()
@@ -151,7 +151,7 @@ class PyTorchProfiler(Profiler):
             label.__enter__()
 
     def stop(self, action_name: str) -> None:
-        """End an action's label; advance the schedule if the action was a step method."""
+        """End an action's label in the recording. After a step method, also advance the schedule."""
         label = self._open.pop(action_name, None)
         if label is not None:
             label.__exit__(None, None, None)
@@ -239,7 +239,7 @@ class StepSchedule:
         self._last = ProfilerAction.NONE
 
     def counts_now(self, step: str) -> bool:
-        """Return True if steps of the method ``step`` are counted now: no other step method is being recorded."""
+        """Return True if steps of the method ``step`` count now, because no other step method is being recorded."""
         return self._busy in (None, step)
 
     def __call__(self, number: int) -> ProfilerAction:

@@ -25,7 +25,7 @@ def later(snapshot: RankSnapshot, seconds: float) -> RankSnapshot:
 
 
 class Changes:
-    """Builder of messages with changed snapshots. The receiver must have applied all earlier messages by `apply`."""
+    """Builder of messages that contain only changed snapshots, for a receiver that has applied all earlier messages."""
 
     def __init__(self) -> None:
         self._known: dict[int, RankSnapshot] = {}  # as they were last sent
@@ -72,7 +72,7 @@ def apply(before: Mapping[int, RankSnapshot], message: Mapping[str, Any]) -> dic
 
 
 def plain(snapshot: RankSnapshot) -> dict[str, Any]:
-    """Return a snapshot as JSON data."""
+    """Convert a rank's snapshot to JSON data."""
     notes, stacks = plain_notes(snapshot.notes), {"stack": snapshot.stack, "worker": snapshot.worker}
     plain_stacks = {name: None if stack is None else asdict(stack) for name, stack in stacks.items()}
     return {**vars(snapshot), "position": vars(snapshot.position), "notes": notes, **plain_stacks}
@@ -95,7 +95,7 @@ _OF_A_NOTE = tuple(field.name for field in fields(Note))
 
 
 def plain_notes(notes: Iterable[Note]) -> list[dict[str, Any]]:
-    """Return notes as JSON data."""
+    """Convert notes, which are records of collectives, to JSON data."""
     return [
         {name: getattr(note, name) for name in _OF_A_NOTE} | {"members": ranges(shared(note.members))} for note in notes
     ]
@@ -123,5 +123,5 @@ def ranges(ranks: tuple[int, ...]) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=4096)
 def members(runs: tuple[tuple[int, int, int], ...]) -> Members:
-    """Return all ranks in the ranges that `ranges` returned."""
+    """Expand the ranges that `ranges` returned into all their ranks."""
     return shared(tuple(rank for first, last, step in runs for rank in range(first, last + 1, step)))

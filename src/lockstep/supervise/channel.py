@@ -87,7 +87,7 @@ class Channel:
         return message_in(text)
 
     def receive_with_file(self) -> tuple[Message | None, int | None]:
-        """Wait for the channel's first message. Return the message, and the file descriptor sent with the message."""
+        """Wait for the channel's first message. Return (message, descriptor of the file sent with it)."""
         try:
             text, descriptors, _, _ = socket.recv_fds(self._socket, 2**16, 1)
         except OSError:
@@ -128,7 +128,7 @@ def message_in(line: bytes) -> Message | None:
 
 
 def listen_at(name: str) -> socket.socket | None:
-    """Open the socket at which ranks on this machine connect to a supervisor. The name is abstract, not a file.
+    """Open the socket at which ranks on this machine connect to a supervisor. Its abstract name is not a file.
 
     Returns:
         the listening socket; None on systems other than Linux, and where the name is taken.

@@ -23,7 +23,7 @@ MOST = 1024
 
 
 class DeviceMarks:
-    """Collectives of this process that a device has in its queue, each with an event that marks completion.
+    """Detector of completed collectives in device queues. It records an event after each collective.
 
     Args:
         memory: the trace that records their ends.

@@ -33,7 +33,7 @@ def check_same_module(module: nn.Module, group: comm.Group = None) -> None:
 
 
 def check_alike(what: str, mine: Sequence[str], group: comm.Group = None) -> None:
-    """Raise unless all ranks of ``group`` pass the same descriptions. Collective.
+    """Raise an error unless the descriptions in ``mine`` are equal on all ranks of ``group``. Collective.
 
     Raises:
         MisconfigurationException: on every rank; names the first difference, or another rank's error from
@@ -58,7 +58,7 @@ def check_alike(what: str, mine: Sequence[str], group: comm.Group = None) -> Non
 
 
 def _difference(first: Sequence[str], mine: Sequence[str]) -> tuple[str, str] | None:
-    """Return the first pair of lines that differ; None if all are equal."""
+    """Return the first pair of lines that differs between two lists; None if all lines are equal."""
     for pair in itertools.zip_longest(first, mine, fillvalue="nothing more"):
         if pair[0] != pair[1]:
             return pair
@@ -149,12 +149,12 @@ def broadcast_module_state(
 
 @does("taking rank 0's buffers")
 def sync_buffers(module: nn.Module, group: comm.Group = None) -> None:
-    """Overwrite the buffers of ``module`` with rank 0's, bit for bit; for a loop to call before each forward."""
+    """Overwrite the buffers of ``module`` with rank 0's, bit for bit. Loops call this function before each forward."""
     broadcast_buffers(module.buffers(), 0, group)
 
 
 def broadcast_buffers(buffers: Iterable[Tensor], src: int, group: comm.Group) -> None:
-    """Overwrite ``buffers`` with those of rank ``src``, without invalidating graphs that saved the buffers."""
+    """Overwrite ``buffers`` with those of rank ``src``, without invalidating autograd graphs that saved them."""
     kept = tuple(buffers)
     # an earlier forward may have saved them for its backward
     with torch.autograd._unsafe_preserve_version_counter(kept):

@@ -76,7 +76,7 @@ NESTED = (
 
 
 class Reducer:
-    """Averages the gradients of ``named_parameters`` over the ranks of a group.
+    """Reducer that averages the gradients of ``named_parameters`` over the ranks of a group.
 
     Call `prepare` before a backward and `finish` after it. Then every rank has the same gradients: those of the mean
     of the ranks' losses. A parameter that no rank used has ``.grad`` None. One that any rank used has its averaged
@@ -180,7 +180,7 @@ class Reducer:
         self._build()
 
     def use_transport(self, transport: Transport, round_group: RoundGroup | None = None) -> None:
-        """Reduce buckets with ``transport``, such as a communication hook, instead of all-reduces.
+        """Use ``transport``, for example that of a communication hook, to reduce buckets instead of all-reduces.
 
         Call it on every rank with the same kind of transport.
 
@@ -206,7 +206,7 @@ class Reducer:
     # -- layout
 
     def plan(self) -> Plan:
-        """Return the bucket layout as lists of parameter names; checkpoints contain it."""
+        """Return the bucket layout for a checkpoint: a list of parameter names for each bucket."""
         return [list(bucket) for bucket in self._plan]
 
     def memory(self) -> list[Tensor]:
@@ -224,7 +224,7 @@ class Reducer:
         self._build()
 
     def _build(self) -> None:
-        """Build the buckets for parameters that require gradients now, or have required them before."""
+        """Build the buckets for parameters that require gradients now, or required them earlier."""
         # parameters may be frozen only for a while, as in a GAN
         placed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad or id(p) in placed}
@@ -279,7 +279,7 @@ class Reducer:
                 parameter.requires_grad_(not is_frozen)
 
     def detach(self) -> None:
-        """Remove the autograd hooks. Gradients do not change, and are no longer reduced."""
+        """Remove the autograd hooks, so that later gradients are not reduced. Existing gradients do not change."""
         self._remove_hooks()
         self._transport.close()
         self.buckets = []
@@ -333,7 +333,7 @@ class Reducer:
 
     @waits("reducing gradients in backward")
     def finish(self) -> None:
-        """Reduce remaining gradients after a backward, and wait for all reductions. If not `sync`, only clean up."""
+        """Reduce remaining gradients after a backward, and wait for all reductions. Without `sync`, only clean up."""
         if self._idle:
             if self.zero_weight:
                 self._show()
@@ -367,7 +367,7 @@ class Reducer:
         self.zero_weight = False
 
     def _wait(self) -> tuple[list[Sequence[Any] | None], bool]:
-        """Wait for all buckets. Return flags of used parameters, and True if all ranks can record a static graph."""
+        """Wait for all buckets. Return (flags of used parameters, True if all ranks can record a static graph)."""
         message = None
         group = self.round_group if self._recorded is None and not self._inline else False
         if group is not False:
@@ -388,7 +388,7 @@ class Reducer:
         return [bytes(bucket.used) for bucket in self.buckets], False
 
     def missing(self) -> list[str]:
-        """Return names of parameters whose gradients the last backward did not reduce; empty after a `finish`."""
+        """Return the names of parameters whose gradients the last backward did not reduce, or [] after `finish`."""
         if not self._prepared:
             return []
         return [name for bucket in self.buckets[self._next :] for name in bucket.names]
@@ -456,7 +456,7 @@ class Reducer:
 
     @does("reducing gradients in backward")
     def _conclude(self) -> None:
-        """Enable launches during backwards once every bucket has had a gradient, unless backwards were nested."""
+        """Let reductions start during backwards if every bucket has received a gradient and no backwards are nested."""
         self._nested = self._nested or len(self._tasks) > 1
         self._tasks.clear()
         self._untouched.difference_update(self._arrived)
@@ -520,14 +520,14 @@ def choose_transport(parameters: Iterable[Tensor], group: comm.Group, shared_mem
 
 
 class BackwardEnds:
-    """Calls ``ended`` once at the end of each backward in which `schedule` was called."""
+    """Scheduler that calls ``ended`` once at the end of each backward in which `schedule` was called."""
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self._ended = ended
         self._task = -1  # the latest graph task
 
     def schedule(self) -> None:
-        """Schedule the call of ``ended`` for the end of the running backward, unless it is scheduled already."""
+        """Make autograd call ``ended`` once at the end of the running backward."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -568,7 +568,7 @@ def under_lock(lock: Lock, hook: Callable[[Any], None]) -> Callable[[Any], None]
 
 
 class PassingHook:
-    """Removable hook that autograd calls after each accumulation of a gradient into a parameter's ``.grad``.
+    """Removable hook that autograd calls each time it has accumulated a gradient into a parameter's ``.grad``.
 
     After the last ``register_post_accumulate_grad_hook`` was removed, a tensor still looks for hooks (0.25 us each).
     This hook is on the graph node that adds the gradient, which is deleted with its last reference.
@@ -593,7 +593,7 @@ def move_last(hooks: Iterable[Any]) -> bool:
 
 
 class StaticGraph:
-    """Recorded pattern of a static graph: which parameters get gradients, and whose gradient completes each bucket.
+    """Recorded pattern of a static graph: which parameters get gradients, and which gradient completes each bucket.
 
     One autograd hook per bucket, on the parameter whose gradient arrived last, replaces one hook per parameter. The
     version counters of tensors show whether the other gradients have arrived. The last bucket, with no backward left to
@@ -656,7 +656,7 @@ class StaticGraph:
         return accumulated
 
     def arm(self, early: bool) -> None:
-        """Reset the counters before a backward, after the buckets are prepared."""
+        """Reset the counts of gradients that have yet to arrive, for a backward whose buckets are prepared."""
         self._remaining[:] = self._times
         for index, bucket in enumerate(self._buckets):
             self._at_launch[index] = None
@@ -706,7 +706,7 @@ class StaticGraph:
         return [_state(parameter) for parameter in bucket.parameters]
 
     def _places(self, bucket: Bucket) -> list[Any]:
-        """Return values that differ at a later call if a gradient, in the buffer or in ``.grad``, has changed since."""
+        """Return values that change whenever a gradient of ``bucket`` changes, in the buffer or in ``.grad``."""
         return [v._version for v in bucket.views] if self._views and bucket.views else self._states(bucket)
 
 

@@ -43,7 +43,7 @@ class Transport(Protocol):
         ...
 
     def start(self, bucket: Bucket, scale: float) -> None:
-        """Start to sum ``bucket.flat`` times ``scale`` over the ranks.
+        """Start summing ``bucket.flat``, multiplied by ``scale``, over the ranks.
 
         The buffer contains this rank's gradients; with ``scale`` 1 they are already divided.
         """
@@ -83,7 +83,7 @@ class AllReduce:
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     def flush(self) -> None:
-        """Do nothing, because `start` sends all messages."""
+        """Do nothing, because `start` already starts all communication for a bucket."""
 
     def wait(self, bucket: Bucket) -> None:
         bucket.work.wait()
@@ -93,7 +93,7 @@ class AllReduce:
 
 
 def all_gather(flat: Tensor, part: Tensor, group: comm.Group) -> Any:
-    """Start an all-gather of ``part`` into ``flat``, and return the work to wait for. ``part`` may be in ``flat``."""
+    """Start an all-gather of ``part`` into ``flat``, and return its handle. ``part`` may be a view of ``flat``."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
     # as bytes: gloo does not support every dtype
     return call(flat.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True)
@@ -106,7 +106,7 @@ _HOST = torch.device("cpu")
 
 
 class Flags:
-    """Flags of one byte each, reduced asynchronously to their maximum over the ranks of ``group``.
+    """Asynchronous reduction of one-byte flags to their maximum over the ranks of ``group``.
 
     Only `maxima` waits for them. If the group carries CPU tensors, no device is involved.
 
@@ -142,7 +142,7 @@ class Flags:
 
 
 class UsedParameters:
-    """Flags for the parameters that have gradients, one byte per parameter, reduced asynchronously over ``group``.
+    """Asynchronous exchange over ``group`` of flags that mark the parameters with gradients.
 
     Args:
         buckets: all buckets of a gradient reduction, which were launched.

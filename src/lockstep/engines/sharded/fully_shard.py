@@ -1,4 +1,4 @@
-"""Sharding with torch's ``fully_shard`` (FSDP2): initial weights, backwards, clipping and checkpoints."""
+"""Sharding with torch's ``fully_shard`` (FSDP2): initial weights, backwards, gradient clipping and checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def refuse_unmanaged(module: nn.Module) -> None:
-    """Raise if a parameter is sharded although no layer of the module gathers it.
+    """Raise an error if a parameter is sharded although no layer of the module gathers it.
 
     A fit of another module with the same layers leaves such parameters, and so does ``parallelize_module``.
 
@@ -76,7 +76,7 @@ def shard(
     gather: Callable[[Iterable[Tensor]], object] = list,
     autocast_dtype: torch.dtype | None = None,
 ) -> None:
-    """Shard rank 0's weights over the ranks. (``fully_shard`` alone would shard each rank's own values.) Collective.
+    """Shard a module with ``fully_shard``, so that all ranks get shards of rank 0's weights. Collective.
 
     Args:
         module: the same on all ranks except for its values; becomes an ``FSDPModule`` in place. Parameters on the
@@ -130,7 +130,7 @@ def shard(
 
 
 def _cut(block: nn.Module, **given: Any) -> None:
-    """Call ``fully_shard``, and copy users' gradient hooks to the parameters that it creates.
+    """Call ``fully_shard`` on a block, and copy the users' gradient hooks to the new parameters.
 
     Raises:
         MisconfigurationException: a parameter has a hook for accumulated gradients.
@@ -155,7 +155,7 @@ def with_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def find_odd(module: nn.Module, blocks: Iterable[nn.Module]) -> list[Parameter]:
-    """Return the parameters that cannot be sharded with the others: of a different dtype, complex, 0-d, or empty.
+    """Return parameters that cannot be sharded with the rest: of a different dtype, complex, 0-dimensional, or empty.
 
     torch raises for all of these except complex ones. Adam computes wrong values on shards of complex parameters,
     because it uses views of them as pairs of real numbers.
@@ -178,7 +178,7 @@ def find_norms(module: nn.Module) -> list[nn.Module]:
 
 
 def compute_in_own_dtype(norm: nn.Module) -> None:
-    """Cast a norm's input to the dtype of its statistics, and its output back to the input's dtype.
+    """Make a norm compute in its statistics' dtype: cast its input to that dtype, and its output back.
 
     torch's kernels accept 16-bit inputs with float32 weights and statistics, or a single dtype. Under a policy of
     ``fully_shard`` only weights and inputs would be cast. torch's first FSDP excludes batch norms in the same way.
@@ -217,7 +217,7 @@ ENTRY = "_lockstep_entry"
 
 
 class ShardedModule:
-    """Sharded parameters of a module, with access to their gradients before and after a reduction.
+    """Wrapper around a sharded module that runs its methods and backwards, and gives access to its gradients.
 
     Args:
         module: an ``FSDPModule``, a module with such layers, or a module with other DTensors as parameters.
@@ -275,7 +275,7 @@ class ShardedModule:
         return set(self._params)
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Call a method of the module while its own parameters, which belong to no block, are gathered.
+        """Call a method of the module. During the call, the parameters that belong to no block are gathered.
 
         The method's floating-point inputs are cast according to the module's policy.
         """
@@ -289,7 +289,7 @@ class ShardedModule:
             self._is_running = False
 
     def serve_calls(self, within: bool) -> Callable[[], None]:
-        """Gather parameters for layer calls in hooks and, if ``within``, for layer calls in steps after a backward.
+        """Gather layers' parameters for calls of the layers in hooks and, if ``within``, in steps after a backward.
 
         Returns:
             A function that disables such calls again.
@@ -299,7 +299,7 @@ class ShardedModule:
         return GatheredCalls(self.module, lambda: self._is_running or self._goes_back, self.free, within).close
 
     def reshard(self) -> None:
-        """Free gathered parameters, except the module's own while a step needs them or an evaluation runs."""
+        """Free gathered parameters, except parameters outside all blocks while a step or an evaluation needs them."""
         for part in self._parts:
             part.reshard()
 
@@ -311,7 +311,7 @@ class ShardedModule:
 
     @contextmanager
     def backward(self, loss: Tensor, sync: bool, drops: bool) -> Iterator[None]:
-        """Prepare a backward of ``loss`` before the ``with`` block, and complete it after. Collective with ``sync``.
+        """Prepare the sharded parameters for a backward of ``loss`` in the ``with`` block. Collective with ``sync``.
 
         A parameter that no rank has used since the last reduction gets no gradient, as on one process. torch gives it
         zeros, with which weight decay and momentum would change it.
@@ -376,7 +376,7 @@ class ShardedModule:
             gathered.requires_grad_(needed)
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Drop gradients of these parameters that were accumulated without a reduction."""
+        """Drop the unreduced gradients of these parameters, which earlier backwards have accumulated."""
         for parameter in parameters:
             param = self._params.get(id(parameter))
             if param is not None:
@@ -401,7 +401,7 @@ class ShardedModule:
     # -- the state of this rank alone
 
     def window_state(self) -> dict[str, dict[str, Any]]:
-        """Return copies of this rank's sharded and unreduced gradients, with their offsets in full gradients."""
+        """Return copies of this rank's gradients, sharded or not yet reduced, and their offsets in full gradients."""
         self.reshard()
         shards, waiting = {}, {}
         for name, parameter in self.parameters.items():
@@ -421,7 +421,7 @@ class ShardedModule:
         return found
 
     def load_window_state(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restore gradients from `window_state`. Collective."""
+        """Restore the gradients that `window_state` returned. Collective."""
         for name, part in saved.get("shards", {}).items():
             parameter: Any = self.parameters[name]
             parameter.grad = _like(parameter, part.to(parameter.device))
@@ -450,7 +450,7 @@ def _note(shards: weakref.ref[ShardedModule], key: int, parameter: Tensor) -> No
 def whole_gradients(
     parts: Sequence[Mapping[str, Any]], members: Sequence[int], shapes: Mapping[str, torch.Size]
 ) -> dict[str, Tensor]:
-    """Assemble one replica's full gradients from the ranks' saved states.
+    """Assemble the full gradients of one replica from the saved states of all ranks.
 
     Shards contain means over all ranks, so every replica's full gradients include the shards as they are.
 
@@ -473,7 +473,7 @@ def whole_gradients(
 
 
 def _assembled(states: Sequence[Mapping[str, Any]], kind: str, name: str, shape: torch.Size) -> Tensor:
-    """Assemble a full gradient from the ranks' parts."""
+    """Assemble a full gradient from the parts in the ranks' saved states."""
     first: Tensor = states[0][kind][name]
     if first.shape == shape:
         return first
@@ -506,7 +506,7 @@ def _called(self_and_work: Callable[[], Any]) -> Any:
 
 
 def placed_as(parameter: Tensor, gradient: Any) -> Any:
-    """Redistribute a DTensor's gradient to the DTensor's placements, since autograd may leave partial sums.
+    """Return the gradient of a DTensor with the DTensor's placements, since autograd may leave partial sums.
 
     Collective if the placements differ.
     """
@@ -517,7 +517,7 @@ def placed_as(parameter: Tensor, gradient: Any) -> Any:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """Gather a DTensor into a full tensor, or return any other tensor as it is. Collective."""
+    """Gather a DTensor into a full tensor (collective), or return any other tensor unchanged."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 
@@ -531,7 +531,7 @@ def _like(sharded: Any, part: Tensor) -> Tensor:
 
 
 def shard_like(own: object, value: Any) -> Any:
-    """Return ``value`` sharded like ``own``; a full tensor if ``own`` is not a DTensor or has another shape.
+    """Return ``value`` sharded like ``own``, or as a full tensor if ``own`` is not a DTensor or has another shape.
 
     Collective if ``value`` is already sharded differently.
     """
@@ -599,7 +599,7 @@ def _empty_part(shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh, placeme
 
 
 def gathered(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
-    """Gather the tensors of a state dict on the CPU, one by one. Collective.
+    """Gather the DTensors of a state dict into full tensors on the CPU, one by one. Collective.
 
     Args:
         state: a state dict with DTensors, with the same keys on all ranks.
@@ -616,7 +616,7 @@ def gathered(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
 
 
 def optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-    """Return an optimizer's state dict with full tensors. Collective; see `gathered`."""
+    """Return an optimizer's state dict with full tensors (on the meta device if not ``keep``). Collective."""
     state = optimizer.state_dict()
     return {**state, "state": {number: gathered(entry, keep) for number, entry in state["state"].items()}}
 
@@ -660,7 +660,7 @@ def clip_norm(parameters: Iterable[Tensor], limit: float) -> Tensor | None:
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-    """Run ``scaler.unscale_(optimizer)`` on shards; if one rank finds non-finite values, all do. Collective."""
+    """Run ``scaler.unscale_(optimizer)`` on shards. All ranks find non-finite values if one rank does. Collective."""
     # the groups contain this rank's plain shards meanwhile; the ranks agree about non-finite values below
     groups, wholes = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
     try:
@@ -675,7 +675,7 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
 
 
 def part_with_gradient(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter, with its shard of the gradient as ``.grad``, without a copy."""
+    """Return this rank's shard of a parameter, whose ``.grad`` is the shard of the gradient, without copies."""
     assert parameter.grad is not None
     part = Parameter(local_part(parameter.detach()), requires_grad=False)
     part.grad = local_part(parameter.grad)

@@ -14,7 +14,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 class GatheredCalls:
-    """Gathers the FSDP parameter group of the root module for layer calls outside of a step, then frees it.
+    """Hooks that gather the root module's FSDP parameter group for layer calls outside of a step, then free it.
 
     Within a step the module's entry method has gathered the parameters, and the end of a step or an evaluation frees
     them. Without this class, later code would read and write parameters that a call has left gathered, not the shards.

@@ -1,4 +1,4 @@
-"""Support for optimizers that need full parameters, when ranks have shards. One rank updates each parameter.
+"""Support for optimizers that need full parameters, although parameters are sharded: one rank updates each parameter.
 
 The owner receives the shards of the gradient, runs the optimizer's own ``step``, and sends each rank its shard of the
 new value. States are full tensors, and only on the owner. Parameters are processed in rounds: one parameter per owner,
@@ -48,7 +48,7 @@ The rest of these optimizers' updates does not depend on the value and is added,
 
 
 def cost_of(shape: Sequence[int]) -> int:
-    """Return the relative cost of a parameter's update: the number of elements, times the smaller side of a matrix.
+    """Return the relative cost of an update: the number of elements, for a matrix multiplied by its smaller side.
 
     >>> cost_of((4, 3)), cost_of((5,)), cost_of((2, 3, 4))
     (36, 5, 48)
@@ -58,7 +58,7 @@ def cost_of(shape: Sequence[int]) -> int:
 
 
 class WholeUpdates(Owners):
-    """Makes each rank update the full parameters that it owns, although parameters are sharded.
+    """Wrapper around optimizers that makes each rank update the sharded parameters that it owns as full tensors.
 
     Args:
         optimizers: optimizers that update each parameter independently; parameters are DTensors or full tensors.
@@ -78,7 +78,7 @@ class WholeUpdates(Owners):
         return cost_of(parameter.shape)
 
     def _assign(self, parameters: Iterable[Tensor]) -> None:
-        """Assign an owner to parameters without one, and record their shards. Collective if such parameters exist."""
+        """Assign an owner to each new parameter, and record the ranks' shards. Collective if any parameter is new."""
         new = [parameter for parameter in parameters if parameter not in self._boxes]
         if not new:
             return
@@ -99,7 +99,7 @@ class WholeUpdates(Owners):
 
     @contextmanager
     def _updating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Prevent updates inside the block, by hiding gradients; then update full parameters on their owner ranks."""
+        """Hide gradients in the block, so that no shard is updated. Then update full parameters on their owners."""
         updated = self._with_gradient(optimizer)
         rounds = _Rounds(self, optimizer, updated)
         with without_gradients(updated):
@@ -112,14 +112,14 @@ class WholeUpdates(Owners):
         return found
 
     def boxes(self, parameter: Tensor) -> list[Box]:
-        """Return, for each rank, the range of a parameter that the rank's shard covers."""
+        """Return a list with, for each rank, the slices of the full parameter that the rank's shard covers."""
         found: list[Box] = self._boxes[parameter]
         return found
 
     # -- states
 
     def state_in_parts(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the complete state dict, with empty placeholders for other ranks' tensors. Collective."""
+        """Return the optimizer's full state dict, with empty placeholders for tensors on other ranks. Collective."""
         part = self.part_of(optimizer)
         about = tree_map(lambda tensor: _About(tensor.shape, tensor.dtype), part["state"], Tensor)
         state: dict[int, Any] = {}
@@ -134,13 +134,13 @@ class WholeUpdates(Owners):
 
 @dataclass(frozen=True)
 class _About:
-    """Shape and dtype of a tensor on another rank."""
+    """Description of a tensor on another rank by shape and dtype."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     def placeholder(self) -> FlatPart:
-        """Return a placeholder without values for the tensor."""
+        """Return an empty tensor that stands for the described tensor in a state dict."""
         return FlatPart(self.shape, 0, torch.empty(0, dtype=self.dtype))
 
 
@@ -148,7 +148,7 @@ class _About:
 
 
 class _Rounds:
-    """Updates of one optimizer step, in rounds: gather parameters on owners, update them, send back new values.
+    """Runner of one optimizer step in rounds: gather parameters on their owners, update them, send back new values.
 
     Args:
         owners: owners of the parameters.
@@ -174,7 +174,7 @@ class _Rounds:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Update all parameters, sending a round's gradients while the previous round is computed. Collective."""
+        """Update all parameters in rounds, sending a round's gradients during the previous round. Collective."""
         incoming = self._gather(self._rounds[0]) if self._rounds else None
         outgoing: tuple[Any, _Exchange] | None = None
         for number, row in enumerate(self._rounds):
@@ -193,7 +193,7 @@ class _Rounds:
     # -- from shards to the owner
 
     def _sources(self, parameter: Tensor) -> list[tuple[int, Box]]:
-        """Return (rank, range) of each shard that the owner receives. Of equal ranges, prefer the owner's own."""
+        """Return (rank, range) of each shard from which the owner assembles a parameter. Prefer the owner's shard."""
         owner, boxes = self._owners.owner(parameter), self._owners.boxes(parameter)
         found: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for rank, box in enumerate(boxes):
@@ -295,7 +295,7 @@ class _Rounds:
         return self._exchange(send, expected, row)
 
     def _apply(self, row: Sequence[Sequence[Tensor]], exchange: _Exchange) -> None:
-        """Overwrite this rank's shards with the received values, or add the received amounts."""
+        """Overwrite this rank's shards with the values that ``exchange`` receives, or add received amounts to them."""
         streams = [iter(each) for each in exchange.arrive()]
         for owner, parameters in enumerate(row):
             for parameter in parameters:
@@ -314,7 +314,7 @@ _REPLACED = {*Owners.METHODS, *_HOOKS, "_owned", "zero_grad", "state", "param_gr
 
 
 def _pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Divide one owner's parameters into a list for each round, by size in bytes."""
+    """Divide one owner's parameters into lists of limited size in bytes, one list for each round."""
     piece: list[Tensor] = []
     size = 0
     for parameter in parameters:
@@ -369,7 +369,7 @@ class _Exchange:
         self._work = dist.all_to_all_single(self._out, self._sent, received, sizes, group=group, async_op=True)
 
     def arrive(self) -> list[list[Tensor]]:
-        """Wait for the exchange, and return the received tensors by sender."""
+        """Wait for the exchange, and return, for each sender, a list of the received tensors."""
         found: list[list[Tensor]] = [[] for _ in self._expected]
         if self._work is not None:
             self._work.wait()

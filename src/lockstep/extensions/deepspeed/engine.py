@@ -1,4 +1,4 @@
-"""DeepSpeed's engine around a module and its optimizer: backward, clipping, step, and states."""
+"""Wrapper around DeepSpeed's engine, with backward, clipping, optimizer steps, and states for checkpoints."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MIDDLE = (
 
 
 class AnyCall(nn.Module):
-    """Module whose forward calls any given function, so that all of the user's methods run in the engine's hooks.
+    """Module whose forward calls a given function, so that DeepSpeed's hooks run around any of the user's methods.
 
     Args:
         module: the user's module.
@@ -65,7 +65,7 @@ class AnyCall(nn.Module):
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's shard of a parameter, which contains the elements that the rank updates.
+    """Location of this rank's shard of a parameter, i.e. of the elements that this rank updates.
 
     Attributes:
         flat: the engine's 1-D float32 tensor that contains the shard; a parameter of the optimizer that steps.
@@ -80,16 +80,16 @@ class Piece:
     size: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a view of the shard's elements in a tensor of the same length as ``flat``."""
+        """Return a view of the shard's elements in ``tensor``, which has the same length as ``flat``."""
         return tensor.narrow(0, self.place, self.size)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return the shard's elements of a full tensor, as a 1-D tensor."""
+        """Return the shard's elements of the full tensor ``whole``, as a 1-D tensor."""
         return whole.flatten()[self.start : self.start + self.size]
 
 
 class ZeroEngine:
-    """DeepSpeed's engine for a module, with ZeRO stage 1, 2 or 3. Collective.
+    """Wrapper around DeepSpeed's engine that trains a module with ZeRO stage 1, 2 or 3. Constructing it is collective.
 
     The user's optimizer and its parameters do not change. The engine steps a copy of it, whose parameters are this
     rank's float32 partitions; learning rates and other settings are copied before each step.
@@ -165,7 +165,7 @@ class ZeroEngine:
 
     @property
     def _flats(self) -> list[Tensor]:
-        """The flat float32 tensors that the engine's optimizer updates."""
+        """Flat float32 tensors that the engine's optimizer updates."""
         zero = self.zero
         flats: list[Tensor] = (
             zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
@@ -185,7 +185,7 @@ class ZeroEngine:
         return Piece(flat, high.start, low.start, high.numel)
 
     def _record_order(self) -> None:
-        """Let the engine record the order in which gradients enter its buckets, for `_check_order`."""
+        """Make the engine record the order in which gradients enter its buckets, for `_check_order`."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters.values())}
         put = self.zero.reduce_independent_p_g_buckets_and_remove_grads
 
@@ -222,7 +222,7 @@ class ZeroEngine:
     # -- one window
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Call a method of the module inside the engine's hooks."""
+        """Call the method ``fn`` of the module so that the engine's hooks run around the call."""
         if self.stage != 3:
             return self.engine(partial(fn, *args))
         # parameters that are gathered in inference mode could not be trained afterwards
@@ -277,7 +277,7 @@ class ZeroEngine:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def copy_changes(self) -> None:
-        """Copy in-place changes of the module's parameters into the engine's float32 weights.
+        """Copy the module's parameters into the engine's float32 weights if they were changed in place.
 
         Changes are lost in stage 3, where a rank has no whole parameters, and with parameters in 16 bits, which are
         rounded.
@@ -297,7 +297,7 @@ class ZeroEngine:
             theirs.update({key: value for key, value in mine.items() if key != "params"})
 
     def find_untrained(self) -> str | None:
-        """Return the name of a parameter that was unfrozen or added to the optimizer after this engine's creation.
+        """Return the name of a parameter that was unfrozen, or added to the optimizer, after this engine was created.
 
         "" if the parameter is not the module's, None if there is no such parameter.
         """
@@ -345,7 +345,7 @@ class ZeroEngine:
         return [each for group in self.zero.averaged_gradients.values() if group is not None for each in group]
 
     def norms(self) -> list[Tensor]:
-        """Return the gradient norms recorded under optimizer offload. In-place changes affect the clipping."""
+        """Return the gradient norms recorded under optimizer offload. In-place changes of the norms affect clipping."""
         return list(getattr(self.zero, "norm_for_param_grads", {}).values())
 
     def save(self, folder: str | os.PathLike[str], tag: str, rest: dict[str, Any]) -> None:
@@ -373,7 +373,7 @@ class ZeroEngine:
     # -- states
 
     def part(self, parameter: Any, of: Callable[[Tensor], Tensor] = lambda flat: flat) -> FlatPart:
-        """Return this rank's shard of a trained parameter, or of an optimizer state of the same shape.
+        """Return this rank's shard of a trained parameter, or of an optimizer state with the parameter's shape.
 
         Args:
             parameter: a trained parameter of the module.
@@ -439,13 +439,13 @@ class ZeroEngine:
         return {**made, "state": states}
 
     def _numbered(self, state: Mapping[str, Any]) -> Iterator[tuple[int, Parameter]]:
-        """Pair the parameter numbers of a state dict with the parameters of the user's optimizer."""
+        """Return pairs of a parameter's number in a state dict and the parameter of the user's optimizer."""
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         return zip(numbers, parameters, strict=True)
 
     def names(self) -> dict[int, str]:
-        """Return the names of the trained parameters by their numbers in the optimizer's state dict."""
+        """Return {number in the optimizer's state dict: name} for the trained parameters."""
         by_id = {id(p): name for name, p in self.parameters.items()}
         state = {"param_groups": self.optimizer.state_dict()["param_groups"]}
         return {number: by_id[id(p)] for number, p in self._numbered(state) if id(p) in by_id}
@@ -455,7 +455,7 @@ class ZeroEngine:
         return found
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        """Load this rank's shards from a state dict in torch's format. Tensors on the meta device are skipped.
+        """Load this rank's shards of optimizer states from a state dict. Tensors on the meta device are skipped.
 
         Collective if the saved tensors are shards.
         """
@@ -486,7 +486,7 @@ class ZeroEngine:
             self.zero._lazy_init_hp_params_optimizer_state()
 
     def _cut(self, parameter: Parameter, value: Tensor) -> Tensor | None:
-        """Return this rank's elements of a full tensor or of saved shards; None if the rank has no shard."""
+        """Return this rank's elements of ``value``, a full tensor or a saved shard; None if the rank has no shard."""
         piece = self.pieces.get(id(parameter))
         if isinstance(value, FlatPart):
             if value.even and self.stage == 3:
@@ -495,7 +495,7 @@ class ZeroEngine:
         return None if piece is None else piece.cut(value)
 
     def load_parameter(self, parameter: Any, value: Tensor) -> None:
-        """Copy a value into the engine's float32 weights of a parameter. Collective if the value is a shard."""
+        """Copy ``value`` into the engine's float32 weights of a parameter. Collective if ``value`` is a saved shard."""
         part, piece = self._cut(parameter, value), self.pieces.get(id(parameter))
         with torch.no_grad():
             if piece is not None and part is not None:
@@ -551,7 +551,7 @@ class ZeroGradients(Gradients[ZeroEngine]):
 
 
 def _copy_optimizer(optimizer: Optimizer) -> tuple[Optimizer, dict[int, dict[str, Any]]]:
-    """Copy an optimizer, keeping only the parameters that require gradients.
+    """Copy an optimizer with only those parameters that require gradients.
 
     Returns:
         the copy, and its groups by the index of the original group.
@@ -577,7 +577,7 @@ def _no_grad() -> Iterator[None]:
 
 @contextmanager
 def _without_own_choices() -> Iterator[None]:
-    """Prevent DeepSpeed from broadcasting weights and replacing Adagrad while it creates an engine in the block."""
+    """Within the block, prevent DeepSpeed from broadcasting weights and replacing Adagrad when it creates an engine."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     broadcast, adagrad = DeepSpeedEngine._broadcast_model, torch.optim.Adagrad
@@ -593,7 +593,7 @@ def _without_own_choices() -> Iterator[None]:
 
 
 def evaluation(module: nn.Module, config: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a function that calls methods of a partitioned module during evaluation. Collective.
+    """Return a function for evaluation that calls methods of a partitioned module. Collective.
 
     Layers are gathered for the call. The function's attribute ``end`` removes the hooks.
     """

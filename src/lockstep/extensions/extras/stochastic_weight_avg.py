@@ -192,7 +192,7 @@ class StochasticWeightAveraging(Callback):
             self._install(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """In an averaged epoch, add the current weights to the average; in the first such epoch, install ``SWALR``."""
+        """In an averaged epoch, add the current weights to the average. In the first such epoch, install ``SWALR``."""
         epoch = trainer.current_epoch
         if not self.swa_start <= epoch <= self.swa_end:
             return
@@ -214,7 +214,7 @@ class StochasticWeightAveraging(Callback):
         self._finish(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the average into the model if the fit resumed after its last epoch, which leaves nothing to train."""
+        """Write the average into the model, also if the fit resumed after its last epoch and trained nothing."""
         self._finish(trainer, pl_module)
 
     # -- state ---------------------------------------------------------------------------------------------

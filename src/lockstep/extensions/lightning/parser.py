@@ -235,7 +235,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
                 self.link_arguments(key, link_to, compute_fn=_with_class(kind))
 
     def automatic(self) -> tuple[list[str], list[str]]:
-        """Return two lists: the keys of the optimizers, and of the schedulers, that the CLI itself creates."""
+        """Return (keys of the optimizers, keys of the schedulers) that the CLI itself creates."""
         registers = (self._optimizers, self._lr_schedulers)
         optimizers, schedulers = ([k for k, (_, to) in each.items() if to == "AUTOMATIC"] for each in registers)
         return optimizers, schedulers
@@ -254,7 +254,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
 
 
 def _known_word(word: str) -> str:
-    """Replace Lightning's class path in a word of a command line by lockstep's.
+    """Replace Lightning's class path in a command-line argument by lockstep's.
 
     Classes with short names are imported, so that the word can name them.
     """
@@ -283,7 +283,7 @@ def _with_class(kind: type) -> Callable[[Any], dict[str, Any]]:
 
 
 def first_line(component: object) -> str | None:
-    """Return the first line of a docstring without its markup, for ``--help``."""
+    """Return the first line of a component's docstring, without markup, for ``--help``."""
     try:
         line = docstring_parser.parse(component.__doc__ or "").short_description
     except docstring_parser.ParseError:

@@ -248,7 +248,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     broadcast_bucket_size = 250 * 2**20  # read by torch's libraries
 
     def _attach(self) -> None:
-        """Create the reducer and the watcher of backwards. Collective."""
+        """Create the reducer, and the watcher that detects when a backward starts and ends. Collective."""
         ignored = {*self.parameters_to_ignore, *self._frozen}
         named = [(name, p) for name, p in self.module.named_parameters() if name not in ignored]
         plan = plan_buckets(infos_of(named), self.bucket_bytes_cap_list) if self.bucket_bytes_cap_list else None
@@ -295,7 +295,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 waiting_for_steps.pop(id(self), None)
 
     def use_reducer(self, make: Callable[..., Reducer]) -> None:
-        """Replace the reducer between two steps. Collective.
+        """Replace the reducer by the result of ``make``, between two steps. Collective.
 
         Args:
             make: called with the arguments of `Reducer`. Copies of the container do not keep it.
@@ -433,7 +433,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._sync_module_buffers(src)
 
     def _compare(self, stage: str) -> None:
-        """If ``check_reduction``, check that all ranks are in the same stage and have reduced all gradients."""
+        """If ``check_reduction``, check that all ranks are at ``stage`` and have reduced all gradients. Collective."""
         if self._checks is not None:
             with self._named_failure("comparing the ranks' places"):
                 self._checks.compare(stage, self.reducer.missing() if stage == "forward" else [])
@@ -460,7 +460,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._watch.step()
 
     def _named_failure(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context that adds the missing rank and its error to the error of a failed collective."""
+        """Return a context that extends the error of a failed collective by the missing rank and that rank's error."""
         return named_failure(self.process_group, doing, self.reducer.rounds + 1)
 
     def skip_backward(self) -> None:
@@ -479,7 +479,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Disable gradient synchronization for forwards in the context and for their backwards, wherever these run.
+        """Disable gradient synchronization for forwards in the context and their backwards, even after the context.
 
         Gradients accumulate on this rank. The first backward of a forward outside the context averages their sum.
 
@@ -498,7 +498,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     @contextlib.contextmanager
     def weight(self, n: float) -> Iterator[None]:
-        """Weight the gradients of forwards in the context by ``n``, so that ranks get the weighted mean.
+        """Weight this rank's gradients of forwards in the context by ``n``. All ranks get the weighted mean.
 
         If ``n`` is the number of samples and the loss a mean, this is the mean over all samples. Every rank passes its
         own weight; if all are zero, there are no gradients.
@@ -629,7 +629,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return copies.in_threads(calls, self._devices)
 
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
-        """Join the outputs of the parts along `dim`. A subclass may override this.
+        """Combine the outputs of the parts along `dim`. A subclass may override this.
 
         Args:
             outputs: an output per part, all of the same structure.
@@ -644,7 +644,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return copies.gather(outputs, as_device(output_device), self.dim)
 
     def to_kwargs(self, inputs: object, kwargs: object, device_id: Device) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Move inputs and keyword arguments to one device, and return each as a tuple of one part.
+        """Move inputs and keyword arguments to one device. Return (inputs, kwargs), each as a tuple with one element.
 
         Args:
             inputs: positional arguments of the forward.
@@ -707,7 +707,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Older name of ``forward_sync_buffers``."""
+        """Deprecated name of ``forward_sync_buffers``."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -734,7 +734,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
 
 def _detach_reducer(reducer: Reducer, process: int) -> None:
-    """Detach the reducer of a container that was freed."""
+    """Detach the reducer of a garbage-collected container, unless this process was forked from ``process``."""
     # a forked child shares the parent's memory, so detaching there would break the parent's buffers
     if os.getpid() == process:
         reducer.detach()

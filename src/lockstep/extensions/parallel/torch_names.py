@@ -1,4 +1,4 @@
-"""Private names of torch's DistributedDataParallel that torch's own libraries use."""
+"""Implementation of private names of torch's DistributedDataParallel that torch's own libraries use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALWAYS = (
 
 
 class TorchNames:
-    """Base class of a container, with the private names of torch's container that torch's libraries use."""
+    """Base class that gives a container those private names of torch's container that torch's libraries use."""
 
     module: nn.Module
     process_group: Any
@@ -95,7 +95,7 @@ class TorchNames:
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Mark parameters and buffers of ``module``, by name, to be ignored by a container that is created later."""
+        """Mark parameters and buffers of ``module``, by name, so that a container created later ignores them."""
         names = list(params_and_buffers_to_ignore)
         setattr(module, IGNORED, names)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -112,12 +112,12 @@ class TorchNames:
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """Buffers that forwards synchronize, by name."""
+        """Buffers that are synchronized in forwards, by name."""
         return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """Buffers that forwards synchronize."""
+        """Buffers that are synchronized in forwards."""
         return list(self.named_module_buffers.values())
 
     def _register_buffer_comm_hook(

@@ -32,7 +32,7 @@ examples:
 
 
 def verify(words: Sequence[str]) -> int:
-    """Verify a script, print and write the certificates, and return the exit code.
+    """Verify the script in ``words``, print and write the certificates, and return the exit code.
 
     Args:
         words: arguments of the command.

@@ -26,7 +26,7 @@ def store() -> dist.Store:
 
 
 def install(watch: Watch) -> None:
-    """Make broadcasts and scatters return the values sent by rank 0, which runs before the other ranks.
+    """Make broadcasts and scatters return the values that rank 0 has sent, since rank 0 runs before the other ranks.
 
     The fake backend leaves receive buffers as they are, so that ranks would continue with whatever is in memory.
     Rank 0 writes the values to files, which the other ranks read.

@@ -1,4 +1,4 @@
-"""Changes to Trainers' flags and to mixed precision policies, made when a script imports their modules."""
+"""Import hook that changes Trainers' flags and mixed precision policies when a verified script imports them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TRAINERS = {
 
 
 class Imports(MetaPathFinder):
-    """Import hook that changes modules after their import.
+    """Import hook that applies each of ``changes`` to its module as soon as the module has been imported.
 
     Args:
         changes: functions that change a module, by its name.
@@ -86,7 +86,7 @@ class _ChangingLoader(Loader):
 
 
 def trainer_changes(settings: Settings) -> dict[str, Change]:
-    """Return the changes that make Trainers use the ranks of this run, by the name of the module to change."""
+    """Return {name of a module: function that changes it}, to make Trainers use the ranks of this run."""
     found: dict[str, Change] = dict.fromkeys(_TRAINERS, functools.partial(_set_flags, settings))
     if settings.simulated:
         # ranks of lockstep's that run alone would wait for the others at a port, and for their votes to stop
@@ -100,7 +100,7 @@ def trainer_changes(settings: Settings) -> dict[str, Change]:
 
 
 def _set_flags(settings: Settings, module: ModuleType) -> None:
-    """Replace a Trainer's flags for devices and nodes, which describe another machine."""
+    """Make the module's Trainer ignore its flags for devices and nodes, and use this run's ranks on the CPU instead."""
     kind = getattr(module, _TRAINERS[module.__name__])
     original = kind.__init__
 
@@ -117,7 +117,7 @@ def _set_flags(settings: Settings, module: ModuleType) -> None:
 
 
 def _agree_alone(module: ModuleType) -> None:
-    """Make each rank of a lockstep run decide alone when to stop, without the other ranks' votes."""
+    """Make each simulated rank decide alone when to stop, because simulated ranks do not communicate."""
     original = module.ConsensusFlags.__init__
 
     @functools.wraps(original)
@@ -128,7 +128,7 @@ def _agree_alone(module: ModuleType) -> None:
 
 
 def _count_global_batches(settings: Settings, module: ModuleType) -> None:
-    """Multiply the batch size by the world size, so that one process plans as many micro-batches as each rank."""
+    """Multiply the batch size by the number of ranks, so that one process has as many micro-batches as a rank."""
     original, ranks = module.Sampling.of, len(list(settings.folder_of_ranks.glob("rank-*")))
 
     def of(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Recordings of runs, which contain the events and tensors that the ranks have written."""
+"""Access to the events and tensors that the ranks of a verified run have written to files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def place_of(part: TensorPart) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class RankRecording:
-    """Recording of one rank.
+    """Access to the events, tensors and output that one rank has written to files.
 
     Attributes:
         folder: folder of the rank.
@@ -64,7 +64,7 @@ class RankRecording:
         return found
 
     def find(self, *kinds: str, **wanted: object) -> list[Event]:
-        """Return the events of the given kinds whose values equal ``wanted``.
+        """Return the rank's events of the given kinds whose values equal the values in ``wanted``.
 
         Example::
 
@@ -76,7 +76,7 @@ class RankRecording:
         return found
 
     def line_of(self, kind: str, **wanted: object) -> str:
-        """Return the source line of the first event that `find` returns, or "" if there is none."""
+        """Return the source line recorded with the first event that `find` returns, or "" if there is no event."""
         found = self.find(kind, **wanted)
         return str(found[0]["where"]) if found else ""
 
@@ -87,7 +87,7 @@ class RankRecording:
         return [event for event in self.find("step") if self._path("parameters", event["update"]).exists()]
 
     def places(self) -> list[tuple[int, int]]:
-        """Return (epoch, number of earlier updates in the epoch) for each of the rank's updates."""
+        """Return a list with (epoch, index of the update within the epoch) for each of the rank's updates."""
         found: list[tuple[int, int]] = []
         epoch, made = 0, 0
         for event in self.find("batch", "step"):
@@ -99,7 +99,7 @@ class RankRecording:
         return found
 
     def load(self, what: str, update: int) -> dict[str, Value]:
-        """Load an update's tensors by parameter, or an empty dict if none were written."""
+        """Load an update's tensors of kind ``what`` (such as "gradients"), by parameter; {} if none were written."""
         return dict(self._load(what, update))
 
     def sums(self, update: int) -> dict[str, dict[int, Tensor]]:
@@ -141,7 +141,7 @@ class RankRecording:
 
 @dataclass(frozen=True)
 class Recording:
-    """Recordings of all ranks of a run."""
+    """Access to the recordings of all ranks of a run."""
 
     ranks: tuple[RankRecording, ...]
 
@@ -171,12 +171,12 @@ class Recording:
 
     @property
     def uneven_from(self) -> int | None:
-        """First update that some ranks did not make, or None if all ranks made all updates."""
+        """Index of the first update that some ranks did not make, or None if all ranks made all updates."""
         made = [{event["update"] for event in rank.steps} for rank in self.ranks]
         return min(set().union(*made) - set(made[0]).intersection(*made), default=None)
 
     def joined(self) -> Recording:
-        """Return the recording with each rank's updates numbered as in one process.
+        """Return a copy of the recording in which each rank's updates are numbered as in one process.
 
         Inside Join a rank without data makes no update, but the others do, so that the ranks' own numbers differ.
         """
@@ -194,7 +194,7 @@ class Recording:
         return min(len(rank.steps) for rank in self.ranks)
 
     def assembled(self, what: str, update: int) -> list[dict[str, Tensor | None]]:
-        """Load an update's tensors by rank, with shards of all ranks assembled to full tensors."""
+        """Load each rank's tensors of kind ``what`` of an update, with the ranks' shards assembled to full tensors."""
         found = [rank.load(what, update) for rank in self.ranks]
         assembled: list[dict[str, Tensor | None]] = []
         for own in found:

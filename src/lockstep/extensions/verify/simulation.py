@@ -31,7 +31,7 @@ class Simulation:
         self.runs = runs
 
     def certify(self) -> Certificate:
-        """Run the script and return the certificate."""
+        """Run the script on the simulated ranks, and return the certificate."""
         ranks = self.runs.on_simulated(self.request.devices, STEPS)
         if refusals.is_type_error(ranks):
             self.runs.float64 = False
@@ -83,7 +83,7 @@ class Simulation:
         return self._certify_different(difference, Reason(cause, ending.where, "one rank by itself makes its steps"))
 
     def _other_collectives(self, ranks: Recording) -> tuple[Difference, Reason] | None:
-        """Find the first collective that differs between ranks, and the cause."""
+        """Return (first difference between the ranks' collectives, its cause), or None if there is no difference."""
         calls = [rank.find("collective", whole=True) for rank in ranks.ranks]
         for number, events in enumerate(zip_longest(*calls)):
             ranks_by_call: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The chain of blocks in a module, and steps that run in two parts: before and after the chain.
+"""The chain of blocks that a pipeline splits, and steps that run in two parts: before and after the chain.
 
 A step is a method of the user such as ``training_step``, which calls the chain once. :meth:`Chain.input_of` runs the
 step up to that call. :meth:`Chain.with_output` runs the step to its end; the call returns an output that was computed
@@ -54,7 +54,7 @@ NOT_FIRST = "A step called block {place} of the chain {chain!r} first: start wit
 
 
 class _Reached(BaseException):
-    """Exception that ends a user's step at the chain; a BaseException, so that user code does not catch it."""
+    """Exception that ends a user's step at the chain. As a BaseException, it passes through ``except Exception``."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Chain:
         self._takes_more = False
 
     def block_of(self, name: str) -> int | None:
-        """Return the index of the block with this state dict entry, or None for an entry outside the chain."""
+        """Return the index of the block that contains the state dict entry ``name``; None outside the chain."""
         return next((place for place, block in enumerate(self.names) if name.startswith(f"{block}.")), None)
 
     @staticmethod
@@ -204,7 +204,7 @@ class Chain:
         return self._output
 
     def _collect(self, place: int, value: Tensor, extra: Extra) -> Tensor:
-        """Record a block's arguments, and return the block's input, or end the step once all arguments are known."""
+        """Record a block's arguments. Return the block's input, or end the step once all arguments are known."""
         if place == 0:
             self._first, self._extras = value, []
             # later blocks take no other arguments either: the step can end here
@@ -223,7 +223,7 @@ class Chain:
     # -- a step in two parts
 
     def input_of(self, step: Callable[[], Any]) -> tuple[Tensor | None, Extras]:
-        """Run a step up to the chain, and return the chain's input (None if it is not called) and other arguments."""
+        """Run a step up to the chain. Return (chain's input or None if it is not called, blocks' other arguments)."""
         self._count, self._first, self._extras = 0, None, []
         try:
             with self._in(_Mode.TAKES):

@@ -175,7 +175,7 @@ class SplitControl:
         self.counts, self._expected, self._settled = counts, self.predict(counts), ()
 
     def predict(self, counts: Sequence[int]) -> tuple[float, ...]:
-        """Return the predicted seconds of a micro-batch on each stage."""
+        """Return the predicted seconds of a micro-batch on each stage, with ``counts`` blocks in the stages."""
         ends = list(accumulate(counts, initial=0))
         return tuple(
             stage.outside + stage.chain * sum(block.share for block in self.blocks[start:stop])
@@ -199,7 +199,7 @@ class SplitControl:
         return tuple(stage.stop - stage.start for stage in found.stages)
 
     def first(self, reason: str, micro_batches: int) -> Resplit:
-        """Return the first decision after the blocks were measured, and adopt its split (perhaps the current split)."""
+        """Choose a split from the first measurement of the blocks, adopt the split, and return the decision."""
         now, after = self.predict(self.counts), self.best()
         then = self.predict(after)
         # a measurement of one moment must show a large gain; smaller ones follow from measured windows

@@ -145,7 +145,7 @@ class MeasuredSplit:
         return self.control.first(f"the stages' {where} run all blocks in {took} ms", count)
 
     def _forget(self) -> None:
-        """Discard the windows that were measured so far."""
+        """Discard the times that were measured so far."""
         for each in self.times.values():
             each.take()
 
@@ -172,14 +172,14 @@ class MeasuredSplit:
         return ROOM * max(free + now - later, 0.0)
 
     def close(self) -> None:
-        """Finish a pending exchange without reading the result."""
+        """Finish a pending exchange of times without reading the result."""
         if self._rows is not None:
             self._rows.send_only()
             self._rows = None
 
 
 def _costs_of_stages(stages: Stages, reports: Sequence[_DeviceReport], count: int) -> list[StageCost]:
-    """Return for each stage the seconds that its device takes for all blocks, and the memory for the stage."""
+    """Return, for each stage, its device's seconds for all blocks of the chain, and the memory for the stage."""
     costs, layout = [], stages.layout
     each_of = layout.stages // layout.ranks
     in_flight = {stage: most for mine in stages.actions(count) for stage, most in most_in_flight(mine).items()}
@@ -198,7 +198,7 @@ def _parameters_of(blocks: Iterable[nn.Module]) -> set[int]:
 
 
 def _input_of(stages: Stages, turns: Sequence[Turn]) -> tuple[Like | None, bool]:
-    """Return a description of the first block's input, and True if blocks take further arguments. Collective.
+    """Return (description of the first block's input, True if blocks take further arguments). Collective.
 
     The description is None if the window has no samples.
     """
@@ -214,7 +214,7 @@ def _input_of(stages: Stages, turns: Sequence[Turn]) -> tuple[Like | None, bool]
 
 
 def sizes_of(stages: Stages, states: float) -> list[tuple[float, float]]:
-    """Return, for each block, the bytes that are sent when the block moves, and the bytes that it needs on a rank.
+    """Return, for each block, (bytes to send when the block moves, bytes that the block needs on a rank).
 
     Args:
         stages: stages of the chain.

@@ -58,7 +58,7 @@ class _Item:
 
 
 class _Post:
-    """Messages that one rank sends and receives when blocks move.
+    """Sender and receiver of one rank's messages when blocks move.
 
     Args:
         group: the ranks.
@@ -74,7 +74,7 @@ class _Post:
         self.size = 0
 
     def announce(self, value: Any) -> Any:
-        """Return a value's announcement: the shape and dtype of a large tensor, else the value (tensors are copied)."""
+        """Return the announcement of ``value``: a large tensor's shape and dtype, else the value or its copy."""
         if isinstance(value, Tensor):
             on_device = value.device.type == self._device.type
             # sparse and other layouts cannot be received into a flat buffer
@@ -84,7 +84,7 @@ class _Post:
         return value
 
     def send(self, value: Any, target: int) -> None:
-        """Queue a large tensor for sending. Other values are sent inside the announcement."""
+        """Queue ``value`` for sending if it is a large tensor. The announcement contains any other value."""
         if isinstance(self.announce(value), _Announced):
             # as bytes: backends do not support all dtypes
             data = value.detach().contiguous().reshape(-1).view(torch.uint8).to(self._wire)
@@ -92,7 +92,7 @@ class _Post:
             self.size += data.numel()
 
     def receive(self, entry: Any, source: int) -> Any:
-        """Return the announced value. A large tensor is returned uninitialized, and filled by :meth:`exchange`."""
+        """Return the value announced by ``entry``. A large tensor is uninitialized until :meth:`exchange` fills it."""
         if isinstance(entry, _Announced):
             tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
             flat = tensor.reshape(-1).view(torch.uint8)
@@ -191,7 +191,7 @@ def _values(module: nn.Module, item: _Item, optimizers: Sequence[Optimizer]) -> 
 
 
 def _take(module: nn.Module, item: _Item, values: dict[Any, Any], optimizers: Sequence[Optimizer]) -> None:
-    """Store received values in the module and the optimizers."""
+    """Store the received values of an item in the module and the optimizers."""
     if item.kind == EXTRA:
         module.get_submodule(item.name).set_extra_state(values["extra"])
         return

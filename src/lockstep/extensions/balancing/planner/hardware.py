@@ -1,4 +1,4 @@
-"""Speed and memory of devices and links: measured here and cached in a file, or described by the user."""
+"""Speed and memory of devices and links, measured on this machine and cached in a file, or described by the user."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def parse_bytes(flag: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Speed, memory and links of equal devices on equal nodes.
+    """Description of equal devices on equal nodes: their speed, memory and links.
 
     Attributes:
         devices: number of devices on a node.
@@ -169,7 +169,7 @@ SMALL = 384
 
 
 def _median(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
-    """Return the median seconds of a call, after one warm-up call."""
+    """Return the median seconds of ``times`` calls of ``run``, after one warm-up call."""
     run()
     found = []
     for _ in range(times):
@@ -260,7 +260,7 @@ def usable_memory(device: torch.device) -> float:
 
 
 def _small_step() -> Callable[[], None]:
-    """Create a training step of some milliseconds whose update moves more memory than a core's cache holds."""
+    """Return a training step of a few milliseconds, whose optimizer update does not fit into a core's cache."""
     net = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(4)])
     optimizer, x = torch.optim.AdamW(net.parameters(), 1e-6), torch.ones(64, 512)
 
@@ -273,7 +273,7 @@ def _small_step() -> Callable[[], None]:
 
 
 def probe(rank: int, folder: str) -> None:
-    """Measure all-reduces, contention and the overhead of engines. Two processes call this function together.
+    """Measure all-reduces, contention and the overhead of engines between two processes, which both call this function.
 
     Rank 0 writes the results into ``folder``.
 
@@ -383,7 +383,7 @@ def cache_folder() -> Path:
 
 
 def hardware_of(device: torch.device, devices: int = 1, nodes: int = 1, folder: Path | None = None) -> Hardware:
-    """Return this machine's `Hardware` from the cache, or measure it. Free memory is measured in each call.
+    """Return this machine's `Hardware`, measured or from the cache. Only free memory is measured in each call.
 
     Args:
         device: one of the devices; the others are assumed to be equal.

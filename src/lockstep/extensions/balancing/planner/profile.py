@@ -162,7 +162,7 @@ class BlockProfile:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Spans of a training step that runs with or without recomputation.
+    """Profile of a training step: a sequence of spans with their memory, work and seconds.
 
     Attributes:
         spans: the spans, in the order in which they run.
@@ -245,7 +245,7 @@ def key_of(parameters: Iterable[tuple[str, tuple[int, ...], bool]]) -> str:
 
 
 def _timeline(trace: StepTrace, counted: Iterable[tuple[TracedAllocation, float]]) -> list[int]:
-    """Return the bytes allocated during each operation, from (allocation, index of its last operation) pairs."""
+    """Return the bytes in use during each operation, from (allocation, index of its last operation) pairs."""
     change = [0] * (trace.operations + 3)
     for made, end in counted:
         change[made.born] += made.size
@@ -257,7 +257,7 @@ def spans_of(trace: StepTrace) -> tuple[SpanProfile, ...]:
     """Return the profiles of a trace's spans, with their memory."""
 
     def dies(made: TracedAllocation) -> float:
-        """Return an allocation's last operation, if gradients are freed after the autograd node that computes them."""
+        """Return the index of an allocation's last operation, assuming that gradients are freed once computed."""
         end = made.born
         if made.kind != "gradient":
             return made.died
@@ -283,7 +283,7 @@ AFTER = -2
 
 
 def _kept(trace: StepTrace) -> dict[int, int]:
-    """Return, for each block, the bytes that the forward keeps for the backward."""
+    """Return {index of a block: bytes that its forward keeps for the backward}."""
     forwards = [at for at, span in enumerate(trace.spans) if span.phase == FORWARD]
     end = max(trace.spans[at].stop for at in forwards)
     last = max((at for at in forwards if trace.spans[at].unit != REST), default=-1)
@@ -464,7 +464,7 @@ class _Clock:
                 return
 
     def seconds(self) -> dict[tuple[str, int], float]:
-        """Return the seconds by phase and block."""
+        """Return {(phase, index of a block): measured seconds}."""
         found: dict[tuple[str, int], float] = {}
         synchronize(self.device)
         for (phase, unit, start), (_, _, end) in zip(self.moments, self.moments[1:], strict=False):
