@@ -51,7 +51,7 @@ def sequential(positions: Tensor) -> Tensor:
 
 
 class Shuffled:
-    """A permutation of ``range(n)`` that a key determines. Positions from ``n`` on use further permutations.
+    """Endless sequence of permutations of ``range(n)``, determined by a key. Each ``n`` positions are one permutation.
 
     Args:
         n: number of samples, at least 1.

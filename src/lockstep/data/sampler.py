@@ -1,6 +1,6 @@
-"""Orders of samples from torch's samplers, and sources that draw from users' own samplers.
+"""Sample orders of torch's built-in samplers, and sources of indices that iterate over user-defined samplers.
 
-One of torch's becomes a function of the position; a user's sampler is drawn identically on every rank.
+A built-in sampler becomes a function of the position. A user-defined sampler yields the same indices on every rank.
 """
 
 from __future__ import annotations

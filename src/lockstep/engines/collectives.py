@@ -197,7 +197,7 @@ def _goes_alone(tensor: Tensor) -> bool:
 
 
 class _KnownTensors:
-    """Lookup table of one rank's tensors by hash, with a copy on every rank. The constructor is collective.
+    """Lookup table of one rank's tensors by hash. Each rank has a copy of the table. The constructor is collective.
 
     Args:
         rank: the rank whose tensors are indexed.

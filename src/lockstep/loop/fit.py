@@ -107,7 +107,7 @@ class FitLoop(FitNames):
 
     @property
     def batch_idx(self) -> int:
-        """Index in its epoch of the last training batch that has started; -1 before the first batch."""
+        """Index, within the epoch, of the training batch that started last; -1 before the first batch."""
         return self.step.newest if self.has_step else -1
 
     def __getstate__(self) -> dict[str, Any]:

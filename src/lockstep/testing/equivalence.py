@@ -102,7 +102,7 @@ class EquivalenceReport:
 
     @property
     def first(self) -> tuple[RankDifference, ...]:
-        """The earliest differences: those of one kind in the first step that differs. They may cause all later ones."""
+        """Differences of the first kind in the first step that differs. They may cause all later differences."""
         start = self.differences[:1]
         return tuple(d for d in self.differences if (d.step, d.what) == (start[0].step, start[0].what))
 

@@ -128,8 +128,8 @@ def _exclusively(folder: Path) -> Iterator[None]:
         holder = lock.take()
     except OSError as error:
         log.warning(
-            "%s: the lock cannot be created (%s). The same search must not be started twice, because it would run its "
-            "trials twice",
+            "%s: the lock cannot be created (%s), so the search runs without it. Do not start the same search again "
+            "while it runs, because its trials would run twice",
             folder,
             error,
         )

@@ -274,7 +274,7 @@ class Causes:
         return Reason(text, self.last_backward, proof)
 
     def _explain_loss(self, factor: float) -> Reason:
-        """Explain why the gradient of one process is the mean over ranks times a factor."""
+        """Explain why the single-process run's gradient is ``factor`` times the mean of the ranks' gradients."""
         where, first = self.last_backward, self.ranks.first
         proof = f"one process has {factor:.4g} times the mean of the ranks' gradients, in all parameters"
         if not _near(factor, self.size):
