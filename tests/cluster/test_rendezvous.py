@@ -59,7 +59,7 @@ def test_a_port_that_is_taken() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(
-            MisconfigurationException, match=rf"port {port} of .* is in use .*MASTER_PORT={port}\): set"
+            MisconfigurationException, match=rf"port {port} of .* is in use .*MASTER_PORT={port}\): end that process"
         ):
             connect_ranks(world(0, port), LONG, {}, SHORT)
 

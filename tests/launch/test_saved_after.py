@@ -47,7 +47,7 @@ def test_after_a_fit_in_processes_of_its_own_its_weights_are_saved(in_parts: boo
     assert (saved["global_step"], saved["epochs of mine"], "optimizer_states" in saved) == (2, 1, False)
     again = Net.load_from_checkpoint(path)
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in net.state_dict().items())
-    with pytest.raises(MisconfigurationException, match=r"in other processes, .* the optimizer states"):
+    with pytest.raises(MisconfigurationException, match=r"in other processes\. .* the optimizer states"):
         trainer.save_checkpoint(path, weights_only=False)
 
 

@@ -115,5 +115,5 @@ def test_a_hook_that_drops_imaginary_parts_is_refused(ranks: RankPool) -> None:
         trainer = quiet(strategy=DDPStrategy(ddp_comm_hook=real_hook), devices=2, max_steps=1, precision="64-true")
         trainer.fit(test_complex.Waves(), test_complex.rows(4))
 
-    with pytest.raises(RankFailure, match=r"real_hook has a tensor of \d+ elements \(torch.float64"):
+    with pytest.raises(RankFailure, match=r"real_hook contains a tensor of \d+ elements \(torch.float64"):
         ranks(2).run(train)

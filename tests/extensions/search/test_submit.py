@@ -94,7 +94,7 @@ def test_the_script_goes_to_sbatch(
         ),
         (["train.py", "--gpus-per-node", "2", "--tasks-per-node", "4"], "--tasks-per-node 4 contradicts"),
         (["train.py", "--sbatch", "nodes=3"], "--nodes=3 of sbatch contradicts --nodes=1 of the script: set"),
-        (["train.py", "--sbatch", "a b=3"], "option --a b=3 of sbatch does not exist"),
+        (["train.py", "--sbatch", "a b=3"], "option --a b=3 of sbatch is not a long name"),
         (["--nodes", "2", "train.py", "--nodes", "3"], "lockstep submit: --nodes is given both before and after train"),
         (["train.py", "--command", "a\0b", "x\0y"], "'x\\x00y' contains a NUL"),
     ],
