@@ -25,7 +25,7 @@ SPELLINGS = (
     (re.compile(r":(?:attr|class|func|meth|mod):`[~.]?([^`]+)`"), r"`\1`"),
 )
 """What the docstrings write as editors know it, and how mkdocstrings knows it."""
-LINK = re.compile(r"(!?)\[([^\]\n]+)\]\(([^)\s]+)\)")
+LINK = re.compile(r"(!?)\[([^\]\n]+(?:\n[^\]\n]+)?)\]\(([^)\s]+)\)")  # its text may be broken into two lines
 
 REFERENCE = (
     "lockstep",
