@@ -178,7 +178,8 @@ quiet(devices=2, max_epochs=1, strategy="ddp", num_sanity_val_steps=0).fit(Modul
 def test_ranks_that_gather_other_sizes_are_named(ranks: RankPool, tmp_path: Path) -> None:
     """gloo aborts a rank then, and the last line was "killed by SIGABRT"."""
     script = tmp_path / "train.py"
-    script.write_text(GATHERS)
+    # the aborted rank must not leave a core file in the checkout
+    script.write_text(f"import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)){GATHERS}")
     (ended,) = run_script(ranks, script, folder=tmp_path, environ=ON_PATH)
     lines = ended.stderr.rstrip("\n").split("\n")
     assert lines[-1].startswith("lockstep: the ranks' calls do not match: "), ended.stderr
