@@ -129,3 +129,12 @@ def test_batches_drawn_by_python_cannot_be_joined(certify: Certify) -> None:
     certificate = certify(changed(*python))
     assert certificate.verdict == UNKNOWN, str(certificate)
     assert "do not come from a torch DataLoader" in str(certificate)
+
+
+@pytest.mark.slow
+def test_an_augmentation_that_python_draws_is_not_called_a_difference(certify: Certify) -> None:
+    """Each rank's inputs were others than in one process, and the rank was said to compute a different gradient."""
+    augmented = (*PLAIN, ("10 + rank)", "10 + rank)\nrandom.seed(rank)"), ("x[at],", "x[at] * random.random(),"))
+    certificate = certify(changed(*augmented))
+    assert certificate.verdict == UNKNOWN, str(certificate)
+    assert "do not come from a torch DataLoader" in str(certificate)
