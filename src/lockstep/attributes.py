@@ -562,7 +562,7 @@ class Attributes:
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
         """EarlyStopping callbacks."""
-        return self.session.early_stopping_callbacks
+        return [callback for callback in self.session.callbacks if isinstance(callback, EarlyStopping)]
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:

@@ -37,6 +37,7 @@ from lockstep.config.run import (
     NonFinite,
     config_of,
     defaults_of,
+    may_have_old_flags,
     refuse_unknown_flags,
     refuse_unsupported_flags,
     strip,
@@ -65,7 +66,6 @@ from lockstep.loop.fit import FitLoop
 from lockstep.loop.hooks import is_overridden
 from lockstep.loop.session import RunLoaders, Session
 from lockstep.module import LightningModule
-from lockstep.names.old_flags import old_flags_of, translate
 from lockstep.precision.formats import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
 
@@ -230,13 +230,17 @@ class Trainer(Attributes):
         flags = {name: variables[name] for name in FLAGS}
         flags.update(flags_of(flags, FLAGS))  # PL_TRAINER_... variables fill flags that were not given
         unknown: dict[str, Any] = {**others}  # Never: type checkers report a misspelt flag
-        old = old_flags_of(flags, unknown)
-        refuse_unknown_flags(unknown, FLAGS)
         callbacks, self._resume_from = flags["callbacks"], None
-        if old:
-            today = translate(old, flags, FLAGS)
-            flags.update(today.flags)
-            callbacks, self._resume_from = today.with_callbacks(callbacks), today.resume
+        if may_have_old_flags(flags, unknown):
+            # not at the top: the table of old flags is long, and most scripts use none
+            from lockstep.names.old_flags import old_flags_of, translate
+
+            old = old_flags_of(flags, unknown)
+            refuse_unknown_flags(unknown, FLAGS)
+            if old:
+                today = translate(old, flags, FLAGS)
+                flags.update(today.flags)
+                callbacks, self._resume_from = today.with_callbacks(callbacks), today.resume
         self.barebones = strip(flags)
         self._given_flags = dict(flags)
         refuse_unsupported_flags(flags["model_registry"])

@@ -28,6 +28,21 @@ def defaults_of(init: Callable[..., None]) -> dict[str, Any]:
     return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
+OLD_BACKENDS = ("dp", "ddp", "ddp2", "ddp_cpu", "ddp_spawn", "ddp_sharded", "horovod")
+"""Values of `accelerator` in releases 1.0 to 1.4 of Lightning, in which that flag selected the strategy."""
+
+
+def may_have_old_flags(given: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Return True if a Trainer's arguments may contain flags, or values of flags, of Lightning 0.4 to 1.9.
+
+    Args:
+        given: current flags with their values.
+        others: all other arguments.
+    """
+    where = [given[name] for name in ("accelerator", "strategy", "devices")]
+    return bool(others) or any(value is None for value in where) or where[0] in OLD_BACKENDS
+
+
 def refuse_unknown_flags(given: dict[str, Any], flags: Collection[str]) -> None:
     """Raise an error if the Trainer received an argument that is not one of its flags.
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from lockstep.callbacks.base import Callback
-from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.callbacks.model_summary import ModelSummary
 from lockstep.callbacks.progress.base import ProgressBar
@@ -310,11 +309,6 @@ class Session:
     def checkpoint_callbacks(self) -> list[Checkpoint]:
         """Callbacks that write checkpoints."""
         return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
-
-    @property
-    def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        """EarlyStopping callbacks."""
-        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
 
     @property
     def progress_bar(self) -> ProgressBar | None:

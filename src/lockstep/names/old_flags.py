@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.callbacks.base import Callback
+from lockstep.config.run import OLD_BACKENDS
 from lockstep.ground.accelerators import CUDAAccelerator
 from lockstep.ground.errors import MisconfigurationException, WrongType
 from lockstep.ground.rank import rank_zero_deprecation
@@ -200,8 +201,6 @@ ROWS: dict[str, OldFlag] = {
 """Translations of the old flags, by name."""
 
 OLD_FLAGS = TOGETHER | ROWS.keys()
-_BACKENDS = ("dp", "ddp", "ddp2", "ddp_cpu", "ddp_spawn", "ddp_sharded", "horovod")
-"""Values of `accelerator` in releases 1.0 to 1.4, in which that flag selected the strategy."""
 
 
 def old_flags_of(given: Today, others: Today) -> Today:
@@ -215,7 +214,7 @@ def old_flags_of(given: Today, others: Today) -> Today:
     for name in ("accelerator", "strategy", "devices"):
         if given[name] is None:
             given[name] = "auto"  # the default of 1.5 to 1.9
-    if given["accelerator"] in _BACKENDS:
+    if given["accelerator"] in OLD_BACKENDS:
         old.setdefault("distributed_backend", given["accelerator"])
         given["accelerator"] = "auto"
     return old
