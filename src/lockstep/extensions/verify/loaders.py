@@ -311,11 +311,12 @@ class Loaders:
                     seen.update(prints)
                 # an empty batch would fail in most collate functions
                 parts = [part for part in parts if part["samples"]] or parts[:1]
-            self.watch.chunks = tuple(len(part["samples"]) for part in parts)
-            if parts[0]["whole"]:
-                yield functools.partial(self._join, loader.collate_fn or default_convert, parts)
-            else:
-                yield functools.partial(loader.collate_fn, [sample for part in parts for sample in part["samples"]])
+            for own in [[part] for part in parts] if number in settings.split else [parts]:
+                self.watch.chunks = tuple(len(part["samples"]) for part in own)
+                if own[0]["whole"]:
+                    yield functools.partial(self._join, loader.collate_fn or default_convert, own)
+                else:
+                    yield functools.partial(loader.collate_fn, [sample for part in own for sample in part["samples"]])
 
     def _join(self, convert: Callable[[Any], Any], parts: list[dict[str, Any]]) -> Any:
         """Return the concatenated batches of the ranks, from a data set that yields ready-made batches."""
