@@ -95,36 +95,40 @@ def test_a_right_report_is_alike(name: str, certify: Certify) -> None:
 
 
 WRONG = {
-    "a mean of means": (f"{LOSS}loss = averaged(loss)\n{PRINT}", "a mean of means", "dist.all_reduce(number)"),
+    "a mean of means": (
+        f"{LOSS}loss = averaged(loss)\n{PRINT}",
+        "the mean of means over different numbers of samples is not",
+        "dist.all_reduce(number)",
+    ),
     "a mean of gathered means": (
         f"{LOSS}found = [torch.zeros(()) for _ in range(world)]\ndist.all_gather(found, loss)\n"
         f"loss = torch.stack(found).mean()\n{PRINT}",
-        "a mean of means",
+        "the mean of means over different numbers of samples is not",
         "dist.all_gather(found, loss)",
     ),
     "a perplexity from a mean of means": (
         f"{LOSS}loss = averaged(loss).exp()\n{PRINT}",
-        "a mean of means",
+        "the mean of means over different numbers of samples is not",
         "dist.all_reduce(number)",
     ),
     "an accuracy in percent": (
         f"{LOSS}accuracy = 100 * averaged(right_of(p, y) / len(y))\nif rank == 0: print('val', accuracy)",
-        "a mean of means",
+        "the mean of means over different numbers of samples is not",
         "dist.all_reduce(number)",
     ),
     "a mean of F1 scores": (
         "p, y = predict(padded)\nscore = averaged(f1_of(p, y))\nif rank == 0: print(f'f1: {score:.4f}')",
-        "the mean of the ranks' own numbers is not the number of all samples",
+        "the mean of the ranks' own numbers is not the value for all samples",
         "dist.all_reduce(number)",
     ),
     "a mean of roots": (
         f"{LOSS}loss = averaged(loss.sqrt())\nif rank == 0: print(f'rmse {{loss:.4f}}')",
-        "the mean of the ranks' own numbers is not the number of all samples",
+        "the mean of the ranks' own numbers is not the value for all samples",
         "dist.all_reduce(number)",
     ),
     "a sum of means": (
         f"{LOSS}loss = summed(loss)[0]\n{PRINT}",
-        "the sum of the ranks' means is not divided by the number of ranks",
+        "the sum of means over different numbers of samples is not",
         "dist.all_reduce(numbers)",
     ),
     "a sum over a local count": (

@@ -200,11 +200,13 @@ class Verification:
         reports = Reports(ranks, single, self.samples, self.runs)
         # other parameters, or parts of a model, give other numbers
         is_comparable = first is None and not self.splits_model
-        found = (reports.badly_reduced() if is_comparable else None) or reports.counted_twice()
+        found = reports.badly_reduced() if is_comparable else None
+        if self.samples.padded and found is None:
+            found = reports.counted_twice()
+            self.notes += [] if found else [f"{self.samples.padded[0]}: no printed number shows it"]
         if is_comparable and found is None:
-            reports.note_local()
+            self.notes += filter(None, [reports.local()])
         self.reported = reports.rows(found[0] if found else None)
-        self.notes += reports.notes
         return self._certify_different(ranks, *found) if found else self._certify_alike(ranks)
 
     def _certify_alike(self, ranks: Recording) -> Certificate:

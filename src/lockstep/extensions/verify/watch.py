@@ -141,12 +141,8 @@ def record_collective(watch: Watch, name: str, payload: object, number: int = 0,
 
 def _numbers(payload: object) -> list[float]:
     """Return the numbers in a tensor, or in an object such as a dict of metrics. Return [] if they are many."""
-    found: list[float] = []
-    for leaf in tree_leaves(payload):
-        if type(leaf) is Tensor and leaf.numel() <= _FEW and not leaf.is_complex():
-            found += leaf.detach().double().flatten().tolist()
-        elif isinstance(leaf, int | float):
-            found.append(float(leaf))
-        else:
-            return []
+    leaves = tree_leaves(payload)
+    if any(leaf.numel() > _FEW if type(leaf) is Tensor else not isinstance(leaf, int | float) for leaf in leaves):
+        return []
+    found = [number for leaf in leaves for number in torch.as_tensor(leaf).double().flatten().tolist()]
     return found if len(found) <= _FEW else []
