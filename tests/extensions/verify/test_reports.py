@@ -72,6 +72,10 @@ HEALTHY = {
         "model.eval()\nlosses = [F.mse_loss(model.module(x), y) for x, y in own_loader]\nmodel.train()\n"
         f"loss = averaged(sum(losses) / len(losses)).item()\n{PRINT}"
     ),
+    "the same mean, which one process does not reduce": (
+        "model.eval()\nlosses = [F.mse_loss(model.module(x), y) for x, y in own_loader]\nmodel.train()\n"
+        f"loss = sum(losses) / len(losses)\nif world > 1: loss = averaged(loss)\n{PRINT}"
+    ),
     "each rank prints its own": f"{LOSS}print(f'rank {{rank}}: loss {{loss:.4f}} acc {{right_of(p, y) / len(y):.3f}}')",
     "numbers of each rank that rank 0 prints": (
         f"{LOSS}found = [None] * world\ndist.all_gather_object(found, loss.item())\nif rank == 0: print(epoch, found)"
@@ -97,6 +101,11 @@ def test_a_right_report_is_alike(name: str, certify: Certify) -> None:
 WRONG = {
     "a mean of means": (
         f"{LOSS}loss = averaged(loss)\n{PRINT}",
+        "the mean of means over different numbers of samples is not",
+        "dist.all_reduce(number)",
+    ),
+    "a mean of means that one process does not reduce": (
+        f"{LOSS}if world > 1: loss = averaged(loss)\n{PRINT}",
         "the mean of means over different numbers of samples is not",
         "dist.all_reduce(number)",
     ),

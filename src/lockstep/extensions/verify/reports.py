@@ -23,6 +23,8 @@ _ROUNDING = 1e-9
 
 Line = tuple[str, list[str]]
 """A printed line, and the numbers in it."""
+Pair = tuple[str, str, str]
+"""A line that rank 0 printed, a number in it, and the number that another process printed in its place."""
 Reduced = dict[tuple[str, int, int, int], tuple[float, int]]
 """Numbers that a process passes to collectives after evaluations, each with the number of samples that it evaluated.
 
@@ -39,8 +41,11 @@ class Reports:
     - It shows the mean or sum of the numbers that the ranks passed to a collective after an evaluation, or their sum
       divided by the number of samples of rank 0. It may also show 100 times this value, its exp, or its root.
     - In its place, one process prints the number that it passed to the same collective, which is another one.
-    - One process passes the same number if it evaluates the ranks' batches one after another. So this number depends
-      on the samples only, unlike a mean over batches.
+    - One process prints and passes the same number if it evaluates the ranks' batches one after another. So the number
+      depends on the samples only, unlike a mean over batches.
+
+    If one process does not call the collective, its number is taken to be the mean of the ranks' numbers, weighted by
+    their numbers of samples.
 
     Other wrong numbers are not found, for example the quotient of a local sum and a reduced count.
 
@@ -56,19 +61,24 @@ class Reports:
         self.single = single
         self.samples = samples
         self.runs = runs
+        self._pairs = self._compared(single.first)
+
+    def _compared(self, process: RankRecording) -> list[Pair]:
+        """Return the numbers that rank 0 and another process print in the same places."""
         # numbers with a fraction: others are counts of steps, epochs or samples
-        self._pairs = [
+        return [
             (text, theirs, own)
-            for (text, numbers), (_, others) in _common(ranks.first, single.first)
+            for (text, numbers), (_, others) in _common(self.ranks.first, process)
             for theirs, own in zip(numbers, others, strict=True)
             if "." in theirs + own
         ]
 
     def rows(self, found: Difference | None) -> list[Row]:
         """Return the certificate's row about printed numbers, or [] if none is equal and none is wrong."""
-        equal = sum(not _differ(theirs, own) for _, theirs, own in self._pairs)
-        outcome = "equal to the printed digits" if found is None else f"DIFFERENT: {found}"
-        return [Row(REPORTS, f"{equal} of {len(self._pairs)}", outcome)] if found or equal else []
+        equal, total = sum(not _differ(theirs, own) for _, theirs, own in self._pairs), len(self._pairs)
+        agreement = f"equal to the printed digits{'; others are not judged' * (equal < total)}"
+        outcome = agreement if found is None else f"DIFFERENT: {found}"
+        return [Row(REPORTS, f"{equal} of {total}", outcome)] if found or equal else []
 
     def badly_reduced(self) -> tuple[Difference, Reason] | None:
         """Find a printed number that is a mean or sum of the ranks' own numbers, but not the number of one process."""
@@ -78,54 +88,59 @@ class Reports:
         if is_random or not self.runs.float64 or self.runs.rank_by_rank:
             return None
         ranks = [_reduced(rank, self.samples.trains) for rank in self.ranks.ranks]
-        again: Reduced = {}
-        for key, (value, _) in _reduced(self.single.first).items():
+        single, again = _reduced(self.single.first), None
+        for key in ranks[0]:
             there = [rank[key] for rank in ranks if key in rank]
             # without a loader it is not known how one process evaluates
             if len(there) < len(ranks) or not all(samples for _, samples in there):
                 continue
-            found = self._explain(there, value, where=key[0])
+            weighted = sum(each * count for each, count in there) / sum(count for _, count in there)
+            # many scripts call collectives only if there are several ranks
+            value = single[key][0] if key in single else weighted
+            kind = "means over different numbers of samples" if _is_close(weighted, value) else "the ranks' own numbers"
+            found = self._explain(there, value, kind, key[0], self._pairs)
             if found is None:
                 continue
-            loaders = {event["loader"] for _, event in self.ranks.find("iteration")} - self.samples.trains
-            again = again or _reduced(self.runs.on_one(self.ranks, *(f"{SPLIT} {each}" for each in loaders)).first)
-            if key in again and _is_close(again[key][0], value):
+            if again is None:
+                loaders = {event["loader"] for _, event in self.ranks.find("iteration")} - self.samples.trains
+                again = self.runs.on_one(self.ranks, *(f"{SPLIT} {each}" for each in loaders)).first
+            is_same = _is_close(_reduced(again).get(key, (value, 0))[0], value)
+            if is_same and self._explain(there, value, kind, key[0], self._compared(again)):
                 return found
         return None
 
     def _explain(
-        self, there: Sequence[tuple[float, int]], value: float, where: str
+        self, there: Sequence[tuple[float, int]], value: float, kind: str, where: str, pairs: Sequence[Pair]
     ) -> tuple[Difference, Reason] | None:
         """Explain a printed number that is computed from the ranks' numbers. Return None if no number is.
 
         Args:
             there: number of each rank, with its number of samples.
             value: number of one process.
+            kind: description of the ranks' numbers.
             where: line of the collective.
+            pairs: the printed numbers.
         """
         total, samples = sum(each for each, _ in there), sum(count for _, count in there)
         if _is_close(total, value):
             text = "the sum over all ranks is divided by the number of samples of rank 0: reduce this number as well"
             causes = [(total / there[0][1], value / samples, text)]
         else:
-            is_weighted = _is_close(sum(each * count for each, count in there) / samples, value)
-            kind = "means over different numbers of samples" if is_weighted else "the ranks' own numbers"
             text = f"of {kind} is not the value for all samples: reduce sums and counts, or gather the predictions"
             causes = [(total / len(there), value, f"the mean {text}"), (total, value, f"the sum {text}")]
         for reduced, own, cause in causes:
-            for line, theirs, number in self._pairs:
+            for line, theirs, number in pairs:
                 forms = zip(_forms(reduced), _forms(own), strict=True)
                 if not _differ(theirs, number) or not any(_shows(theirs, a) and _shows(number, b) for a, b in forms):
                     continue
                 text = f"the ranks print {theirs} in {line.strip()!r}, one process {number}"
                 passed = by_rank(enumerate(f"{each:.6g} for {count} samples" for each, count in there))
-                proof = f"{passed}; one process: {value:.6g}, also if it evaluates the ranks' batches one after another"
+                proof = f"{passed}; one process: {value:.6g} for all samples"
                 return self._difference(text), Reason(cause, where, proof)
         return None
 
     def _difference(self, text: str, name: str = "") -> Difference:
-        step = len(self.ranks.first.steps)
-        return Difference(REPORTS, step, step, name, text=text)
+        return Difference(REPORTS, -1, len(self.ranks.first.steps), name, text=text)
 
     def counted_twice(self) -> tuple[Difference, Reason] | None:
         """Find a printed number in which some samples count twice because several ranks evaluate them.
