@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, Certificate
 from lockstep.extensions.verify.compare import REPORTS
 from tests.extensions.verify.small_script import LOOP, Certify, changed, line_of
+
+ROOT = Path(__file__).parents[3]
 
 VALID = """\
 valid = make_data(29)
@@ -159,7 +163,10 @@ def judge(certificate: Certificate, text: str, words: str, line: str) -> None:
 
 def test_a_mean_of_means_is_named_with_its_line(certify: Certify) -> None:
     text, words, line = WRONG["a mean of means"]
-    judge(certify(evaluating(text)), evaluating(text), words, line)
+    certificate = certify(evaluating(text))
+    judge(certificate, evaluating(text), words, line)
+    page = (ROOT / "docs/verify.md").read_text()
+    assert all(part in page for part in (certificate.first, certificate.cause, certificate.proof))
 
 
 @pytest.mark.slow
