@@ -22,8 +22,8 @@ GRADIENTS = "gradients"
 CLIPPED = "gradients at the step"
 PARAMETERS = "parameters"
 BUFFERS = "buffers"
-EVALUATION = "evaluation"
-IN_ORDER = (SAMPLES, FIRST, COLLECTIVES, RATES, GRADIENTS, CLIPPED, PARAMETERS, BUFFERS, STEPS, EVALUATION)
+REPORTS = "reported numbers"
+IN_ORDER = (SAMPLES, FIRST, COLLECTIVES, RATES, GRADIENTS, CLIPPED, PARAMETERS, BUFFERS, STEPS, REPORTS)
 """Kinds of compared values, in the order of a step; the first that differs causes the other differences."""
 _UNITS = {SAMPLES: " batches", RATES: " steps", STEPS: " steps"}
 

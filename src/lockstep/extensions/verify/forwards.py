@@ -74,6 +74,8 @@ class Forwards:
             return None
         training = torch.is_grad_enabled() and module.training and _has_parameters(module)
         inner = module.module if isinstance(module, DistributedDataParallel) else module
+        if _has_parameters(module):
+            watch.evaluates = not training
         # by identity, since a module may define __eq__
         if all(inner is not root for root in self.roots):
             self.roots.append(inner)

@@ -118,7 +118,7 @@ class Groups:
             group = arguments.get("group")
             whole = group is None or dist.get_world_size(group) == self.watch.settings.world
             self._number += 1
-            record_collective(self.watch, name, arguments.get(payload), self._number, whole)
+            record_collective(self.watch, name, arguments.get(payload, arguments.get("obj")), self._number, whole)
             self._is_inside = True
             try:
                 result = function(*args, **kwargs)

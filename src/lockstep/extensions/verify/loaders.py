@@ -29,6 +29,12 @@ from lockstep.extensions.verify.watch import Stop, Watch, patch
 DRAWS = "draws"
 """Kind of the event for a step that draws random numbers from Python's or NumPy's generator."""
 
+DEDUPLICATED = "deduplicated"
+"""Override that makes a loader give a sample of several ranks only once, for example ``deduplicated 1`` for loader 1.
+"""
+SPLIT = "split"
+"""Override that makes a loader give the ranks' batches one after another, for example ``split 1`` for loader 1."""
+
 _EVALUATED = 8
 """Number of first batches, and of last batches, that an evaluation after all steps reads."""
 _ORDER = 100_000
@@ -303,7 +309,7 @@ class Loaders:
             parts = [torch.load(path, weights_only=False) for path in paths if path.exists()]
             if not parts:
                 return
-            if number in settings.deduplicated:
+            if f"{DEDUPLICATED} {number}" in settings.overrides:
                 for part in parts:
                     prints = [fingerprint(sample) for sample in part["samples"]]
                     new = [s for s, text in zip(part["samples"], prints, strict=True) if text not in seen]
@@ -311,11 +317,13 @@ class Loaders:
                     seen.update(prints)
                 # an empty batch would fail in most collate functions
                 parts = [part for part in parts if part["samples"]] or parts[:1]
-            self.watch.chunks = tuple(len(part["samples"]) for part in parts)
-            if parts[0]["whole"]:
-                yield functools.partial(self._join, loader.collate_fn or default_convert, parts)
-            else:
-                yield functools.partial(loader.collate_fn, [sample for part in parts for sample in part["samples"]])
+            is_split = f"{SPLIT} {number}" in settings.overrides
+            for own in [[part] for part in parts] if is_split else [parts]:
+                self.watch.chunks = tuple(len(part["samples"]) for part in own)
+                if own[0]["whole"]:
+                    yield functools.partial(self._join, loader.collate_fn or default_convert, own)
+                else:
+                    yield functools.partial(loader.collate_fn, [sample for part in own for sample in part["samples"]])
 
     def _join(self, convert: Callable[[Any], Any], parts: list[dict[str, Any]]) -> Any:
         """Return the concatenated batches of the ranks, from a data set that yields ready-made batches."""

@@ -98,20 +98,16 @@ class Runs:
         settings = replace(self._settings(), world=world, steps=steps, simulated=True)
         return self._run("simulated", settings, together=os.cpu_count() or 1)
 
-    def on_one(
-        self, ranks: Recording, *overrides: str, order: tuple[int, ...] = (), deduplicated: tuple[int, ...] = ()
-    ) -> Recording:
+    def on_one(self, ranks: Recording, *overrides: str, order: tuple[int, ...] = ()) -> Recording:
         """Run the script as one process, on the samples that the recording ``ranks`` contains.
 
         Args:
             ranks: recording of the run on ranks.
             overrides: names of what is disabled or changed.
             order: ranks whose samples are fed, in the order in which they are joined; empty: all.
-            deduplicated: loaders that give a sample of several ranks only once.
         """
         feed = tuple(str(ranks.ranks[rank].folder) for rank in order or range(self.request.devices))
-        settings = replace(self._settings(), feed=feed, overrides=overrides, deduplicated=deduplicated)
-        return self._run("one", settings)
+        return self._run("one", replace(self._settings(), feed=feed, overrides=overrides))
 
     def certificate(
         self,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lockstep.extensions.verify.compare import EVALUATION, SAMPLES, Difference, Reason, by_rank, uneven
+from lockstep.extensions.verify.compare import SAMPLES, Difference, Reason, by_rank, uneven
 from lockstep.extensions.verify.recordings import Event, Recording
-from lockstep.extensions.verify.runs import Runs
 
 _FEW = 8
 """Number of samples below which equal orders in two epochs may be a coincidence."""
-_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -322,31 +319,6 @@ def _training_loaders(ranks: Recording) -> set[int]:
                 found |= iterating
                 found.add(newest)
     return found
-
-
-def counted_twice(
-    ranks: Recording, single: Recording, padded: Sequence[Padding], runs: Runs
-) -> tuple[Difference, Reason] | None:
-    """Find a printed number in which some samples count twice because several ranks evaluate them.
-
-    Such a number is equal on ranks and in one process, but differs if each sample is evaluated once.
-    """
-    once = runs.on_one(ranks, deduplicated=tuple(each.loader for each in padded))
-    for lines in zip(ranks.first.printed, single.first.printed, once.first.printed, strict=False):
-        # only lines that have the same words can be compared
-        if len({_NUMBER.sub("", line) for line in lines}) > 1:
-            continue
-        for theirs, own, correct in zip(*(_NUMBER.findall(line) for line in lines), strict=True):
-            if theirs == own != correct:
-                step = len(ranks.first.steps)
-                text = f"{padded[0]}, which counts in {lines[0].strip()!r}"
-                cause = (
-                    "DistributedSampler repeats samples to give all ranks the same number, and metrics count them "
-                    "twice: remove the repeated samples, or evaluate samples[rank::world_size] on each rank"
-                )
-                difference = Difference(EVALUATION, step, step, str(padded[0].sample), text=text)
-                return difference, Reason(cause, padded[0].where)
-    return None
 
 
 def _format(values: Sequence[object]) -> str:

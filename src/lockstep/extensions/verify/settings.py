@@ -36,7 +36,6 @@ class Settings:
         rank_by_rank: True if the samples come one rank after another, not joined to one batch.
         strategy: strategy that Trainers use on several ranks; "" for their own.
         overrides: names of what is disabled, changed or observed in addition, such as "clipping".
-        deduplicated: numbers of the loaders that give a sample of several ranks only once.
         home: the user's current folder; the script runs in a copy of it.
         port: free port that the script reads as MASTER_PORT.
         simulated: True if the other ranks do not exist and collectives send nothing.
@@ -55,7 +54,6 @@ class Settings:
     rank_by_rank: bool = False
     strategy: str = ""
     overrides: tuple[str, ...] = ()
-    deduplicated: tuple[int, ...] = ()
     home: str = ""
     port: int = 0
     simulated: bool = False

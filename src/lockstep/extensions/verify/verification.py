@@ -16,7 +16,7 @@ from lockstep.extensions.verify import refusals, samples
 from lockstep.extensions.verify.alone import AloneFinding, RanksAlone
 from lockstep.extensions.verify.calls import TRACE_LATE
 from lockstep.extensions.verify.causes import Causes
-from lockstep.extensions.verify.certificate import Certificate
+from lockstep.extensions.verify.certificate import Certificate, Row
 from lockstep.extensions.verify.compare import (
     BUFFERS,
     CLIPPED,
@@ -38,6 +38,7 @@ from lockstep.extensions.verify.imports import MIXED_PRECISION
 from lockstep.extensions.verify.own_batches import JOINED
 from lockstep.extensions.verify.processes import Server, ServerDied
 from lockstep.extensions.verify.recordings import Recording
+from lockstep.extensions.verify.reports import Reports
 from lockstep.extensions.verify.runs import Request, Runs
 
 _SPREAD = 30.0
@@ -112,6 +113,7 @@ class Verification:
         self.comparison = Comparison()
         self.samples = samples.SampleFindings()
         self.notes: list[str] = []
+        self.reported: list[Row] = []
         self.splits_model = False
 
     # -- the verdict
@@ -195,13 +197,17 @@ class Verification:
             self.comparison.drop(GRADIENTS, CLIPPED, PARAMETERS, BUFFERS)
             if self.comparison.first is not None:
                 return self._certify_different(ranks, self.comparison.first, None)
-        padded = self.samples.padded
-        if padded:
-            found = samples.counted_twice(ranks, single, padded, self.runs)
-            if found is not None:
-                return self._certify_different(ranks, *found)
-            self.notes.append(f"{padded[0]}: no printed number shows it")
-        return self._certify_alike(ranks)
+        reports = Reports(ranks, single, self.samples, self.runs)
+        # other parameters, or parts of a model, give other numbers
+        is_comparable = first is None and not self.splits_model
+        found = reports.badly_reduced() if is_comparable else None
+        if self.samples.padded and found is None:
+            found = reports.counted_twice()
+            self.notes += [] if found else [f"{self.samples.padded[0]}: no printed number shows it"]
+        if is_comparable and found is None:
+            self.notes += filter(None, [reports.local()])
+        self.reported = reports.rows(found[0] if found else None)
+        return self._certify_different(ranks, *found) if found else self._certify_alike(ranks)
 
     def _certify_alike(self, ranks: Recording) -> Certificate:
         """Return a certificate that the runs agree, or one with the reasons why their agreement is not conclusive."""
@@ -251,7 +257,8 @@ class Verification:
         comparison = self.comparison
         comparison.count(SAMPLES, self.samples.compared)
         steps = _steps_of(ranks)
-        return self.runs.certificate(steps, comparison.rows(), found, reasons, self.notes, comparison.course)
+        rows = [*comparison.rows(), *self.reported]
+        return self.runs.certificate(steps, rows, found, reasons, self.notes, comparison.course)
 
     # -- comparing
 

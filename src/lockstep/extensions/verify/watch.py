@@ -8,10 +8,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lockstep.extensions.verify.processes import Ending
 from lockstep.extensions.verify.recordings import Event, RankRecording
 from lockstep.extensions.verify.settings import Journal, Settings, stack
+
+_FEW = 16
+"""Most numbers of a collective that are recorded; more are not a metric."""
 
 
 class Stop(BaseException):
@@ -32,6 +36,7 @@ class Watch:
         collates: True while the samples of a batch are collated.
         chunks: samples of each rank in the newest batch of a replay, in the order in which they are joined.
         depth: number of nested calls of modules.
+        evaluates: True if the newest call of a model was not for training.
         has_iterated_loader: True once a loader has been iterated.
         joins: True once the script has created a Join context.
         on_training_start: called when training starts.
@@ -48,6 +53,7 @@ class Watch:
         self.collates = False
         self.chunks: tuple[int, ...] = ()
         self.depth = 0
+        self.evaluates = False
         self.has_iterated_loader = False
         self.joins = False
         self.on_training_start: Callable[[], None] | None = None
@@ -111,7 +117,7 @@ def record_collective(watch: Watch, name: str, payload: object, number: int = 0,
     Args:
         watch: state that this process's observers share.
         name: name of torch's function.
-        payload: what is sent; the shape is recorded if it is a tensor.
+        payload: what is sent; the shape is recorded if it is a tensor, and in an evaluation a few numbers are.
         number: number among the script's own calls; 0: a wrapper's call.
         whole: True if all ranks take part.
     """
@@ -126,6 +132,17 @@ def record_collective(watch: Watch, name: str, payload: object, number: int = 0,
         backwards=watch.backwards,
         training=watch.is_training and torch.is_grad_enabled(),
         in_module=watch.depth > 0,
+        evaluates=watch.evaluates,
+        values=_numbers(payload) if watch.evaluates and not watch.depth else [],
         where=next(iter(lines), ""),
         stack=lines,
     )
+
+
+def _numbers(payload: object) -> list[float]:
+    """Return the numbers in a tensor, or in an object such as a dict of metrics. Return [] if they are many."""
+    leaves = tree_leaves(payload)
+    if any(leaf.numel() > _FEW if type(leaf) is Tensor else not isinstance(leaf, int | float) for leaf in leaves):
+        return []
+    found = [number for leaf in leaves for number in torch.as_tensor(leaf).double().flatten().tolist()]
+    return found if len(found) <= _FEW else []
