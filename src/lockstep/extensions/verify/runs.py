@@ -31,6 +31,7 @@ class Request:
         strategy: strategy that Trainers use on several ranks; "" for their own.
         patience: time limits of a run.
         keep: folder in which the recordings are kept; None: they are deleted.
+        against: git revision with which the working tree is compared; "" for other checks.
     """
 
     words: tuple[str, ...]
@@ -39,6 +40,7 @@ class Request:
     strategy: str = ""
     patience: Patience = field(default_factory=Patience)
     keep: Path | None = None
+    against: str = ""
 
 
 class Runs:
@@ -48,16 +50,22 @@ class Runs:
         request: what to verify.
         folder: folder for recordings.
         server: starts processes.
+        home: folder whose script is run; None: the current folder.
+        moved: a folder, and its copy from which the script imports instead; empty: none.
 
     Attributes:
         float64: True if the script computes in float64.
         rank_by_rank: True if one process gets the ranks' micro-batches one after another.
     """
 
-    def __init__(self, request: Request, folder: Path, server: Server) -> None:
+    def __init__(
+        self, request: Request, folder: Path, server: Server, home: Path | None = None, moved: tuple[str, ...] = ()
+    ) -> None:
         self.request = request
         self.folder = folder
         self.server = server
+        self.home = home or Path.cwd()
+        self.moved = moved
         self.float64 = True
         self.rank_by_rank = False
         self._number = 0
@@ -157,7 +165,7 @@ class Runs:
     def _run(self, name: str, settings: Settings, after: Recording | None = None, together: int = 0) -> Recording:
         self._number += 1
         settings = replace(settings, folder=str(self.folder / f"{self._number}-{name}"))
-        source = Path.cwd() if after is None else after.first.folder.parent / settings.working_folder.name
+        source = self.home if after is None else after.first.folder.parent / settings.working_folder.name
         working_copy(source, settings.working_folder)
         endings = run(self.server, settings, self.request.patience, together)
         ranks = [replace(settings, rank=rank) for rank in range(settings.world)]
@@ -172,7 +180,8 @@ class Runs:
             float64=self.float64,
             rank_by_rank=self.rank_by_rank,
             strategy=self.request.strategy,
-            home=str(Path.cwd()),
+            home=str(self.home),
+            moved=self.moved,
         )
 
 
@@ -188,16 +197,29 @@ def working_copy(source: Path, target: Path) -> Path:
     return target
 
 
+def copy_entries(source: Path, names: Iterable[str], target: Path) -> None:
+    """Copy the named entries of a folder, unless ``target`` has them. What is large or hidden is linked."""
+    remaining = [_MAX_ENTRIES]
+    for name in names:
+        if not (target / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            _copy_entry(source / name, target / name, remaining, target)
+
+
 def _copy(source: Path, target: Path, remaining: list[int], root: Path) -> None:
     target.mkdir(parents=True)
-    for entry in os.scandir(source):
-        remaining[0] -= 1
-        there = target / entry.name
-        if root.is_relative_to(Path(entry.path)):
-            continue  # the copy itself, if it is inside the folder that is copied
-        if entry.is_dir(follow_symlinks=False) and remaining[0] > 0 and not entry.name.startswith("."):
-            _copy(Path(entry.path), there, remaining, root)
-        elif entry.is_file(follow_symlinks=False) and entry.stat().st_size <= _LARGE:
-            shutil.copy2(entry.path, there)
-        else:
-            there.symlink_to(os.path.abspath(entry.path))
+    for entry in source.iterdir():
+        _copy_entry(entry, target / entry.name, remaining, root)
+
+
+def _copy_entry(source: Path, target: Path, remaining: list[int], root: Path) -> None:
+    remaining[0] -= 1
+    if root.is_relative_to(source):
+        return  # the copy itself, if it is inside the folder that is copied
+    is_link = source.is_symlink()
+    if source.is_dir() and not is_link and remaining[0] > 0 and not source.name.startswith("."):
+        _copy(source, target, remaining, root)
+    elif source.is_file() and not is_link and source.stat().st_size <= _LARGE:
+        shutil.copy2(source, target)
+    else:
+        target.symlink_to(source.absolute())

@@ -37,7 +37,8 @@ class Settings:
         strategy: strategy that Trainers use on several ranks; "" for their own.
         overrides: names of what is disabled, changed or observed in addition, such as "clipping".
         deduplicated: numbers of the loaders that give a sample of several ranks only once.
-        home: the user's current folder; the script runs in a copy of it.
+        home: the user's current folder, or its copy at another revision; the script runs in a copy of it.
+        moved: a folder, and its copy from which the script imports instead; empty: none.
         port: free port that the script reads as MASTER_PORT.
         simulated: True if the other ranks do not exist and collectives send nothing.
     """
@@ -57,6 +58,7 @@ class Settings:
     overrides: tuple[str, ...] = ()
     deduplicated: tuple[int, ...] = ()
     home: str = ""
+    moved: tuple[str, ...] = ()
     port: int = 0
     simulated: bool = False
 

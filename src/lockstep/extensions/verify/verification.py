@@ -44,7 +44,7 @@ _SPREAD = 30.0
 """Factor by which a difference may exceed the spread that rounding causes."""
 _OWN_PRECISION = 1e-5
 """Smallest tolerance for a script that computes in its own precision."""
-_CERTAIN = 1e-5
+CERTAIN = 1e-5
 """Differences in float64 above this are not rounding; smaller ones are compared with the spread of rounding."""
 _MAX_UNTRAINED = 0.1
 """Largest fraction of a model's elements that may get no gradient."""
@@ -113,6 +113,7 @@ class Verification:
         self.samples = samples.SampleFindings()
         self.notes: list[str] = []
         self.splits_model = False
+        self.compared = "ranks and one process"
 
     # -- the verdict
 
@@ -243,7 +244,7 @@ class Verification:
         return self._certificate(ranks, found=(difference, cause))
 
     def _certify_unknown(self, reason: str) -> Certificate:
-        return self.runs.certificate(reasons=[reason])
+        return self.runs.certificate(reasons=[reason], compared=self.compared)
 
     def _certificate(
         self, ranks: Recording, found: tuple[Difference, Reason | None] | None = None, reasons: Sequence[str] = ()
@@ -251,7 +252,9 @@ class Verification:
         comparison = self.comparison
         comparison.count(SAMPLES, self.samples.compared)
         steps = _steps_of(ranks)
-        return self.runs.certificate(steps, comparison.rows(), found, reasons, self.notes, comparison.course)
+        return self.runs.certificate(
+            steps, comparison.rows(), found, reasons, self.notes, comparison.course, self.compared
+        )
 
     # -- comparing
 
@@ -260,7 +263,7 @@ class Verification:
         comparison = Numbers(ranks, single, exact).compare()
         first = comparison.first
         float64 = self.runs.float64
-        if first is None or (float64 and not first.size < _CERTAIN):
+        if first is None or (float64 and not first.size < CERTAIN):
             return comparison
         # the same samples in another order: all that differs is rounding
         backwards = tuple(reversed(range(self.request.devices)))
