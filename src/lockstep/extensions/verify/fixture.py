@@ -13,6 +13,9 @@ import pytest
 
 from lockstep.extensions.verify.certificate import DIFFERENT, Certificate, read
 
+_COMMAND = "import sys; del sys.path[0]; from lockstep.cli.run import main; sys.exit(main())"
+"""The command lockstep. As the script of that name, it imports nothing from the current folder."""
+
 
 class Verified:
     """Function that verifies a script in a test.
@@ -61,7 +64,7 @@ class Verified:
         }
         with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as output:
             words = [f"{name}={value}" for name, value in {**options, "--output": output}.items() if value]
-            command = [sys.executable, "-m", "lockstep", "verify", *words, script, "--", *arguments]
+            command = [sys.executable, "-c", _COMMAND, "verify", *words, script, "--", *arguments]
             run = subprocess.run(command, cwd=self.folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
             path = Path(output) / "certificate.json"
             certificates = read(path) if path.exists() else []

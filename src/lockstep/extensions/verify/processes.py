@@ -17,6 +17,13 @@ from typing import Any
 
 from lockstep.extensions.verify.settings import Settings
 
+_SERVE = """
+import sys
+here = sys.path.pop(0)  # a file in the current folder could have the name of a module that torch imports
+from lockstep.extensions.verify.server import main
+sys.path.insert(0, here)
+main()
+"""
 _POLL_SECONDS = 0.05
 _DEADLOCK_SECONDS = 5.0
 """Seconds after which ranks that wait in different collectives count as deadlocked."""
@@ -92,7 +99,7 @@ class Server:
     """
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "lockstep.extensions.verify.server"]
+        command = [sys.executable, "-c", _SERVE]
         # CUDA is hidden before torch is imported. One OpenMP thread: a pool of threads does not survive a fork
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
@@ -168,9 +175,9 @@ class Forked:
         return int(text) if text else None
 
     def kill(self) -> None:
-        """Kill the process and all processes that it started, and wait until it has ended."""
+        """Kill the process, and wait until it has ended. After a run the server ends all processes that it started."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.number, signal.SIGKILL)
+            os.kill(self.number, signal.SIGKILL)
         while self.poll() is None:
             time.sleep(_POLL_SECONDS / 10)
 
