@@ -6,6 +6,7 @@ package lockstep, whose import has effects, and outside of the extension verify,
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -22,5 +23,5 @@ def verified(pytestconfig: pytest.Config) -> Any:
     """Return a function that verifies a script, and fails the test unless the script trains the same on ranks."""
     from lockstep.ground.extensions import load
 
-    kind = load("services", "pytest's fixture verified")
-    return kind(pytestconfig.rootpath, pytestconfig.getoption("verify_ranks"))
+    function = load("services", "pytest's fixture verified")
+    return functools.partial(function, pytestconfig.rootpath, pytestconfig.getoption("verify_ranks"))

@@ -28,11 +28,11 @@ REFUSED = {
     ),
     "a download": (
         "import urllib.request\nurllib.request.urlopen('https://data.invalid/data.tar')\n",
-        "the script needs the network or an account at train.py:2 (URLError: ",
+        "rank 0 failed at train.py:2: URLError: ",
     ),
     "an account": (
         "raise OSError('401 Client Error: Unauthorized for url: https://models.invalid')\n",
-        "the script needs the network or an account at train.py:1 (OSError: 401 Client Error",
+        "rank 0 failed at train.py:1: OSError: 401 Client Error",
     ),
     "a token that is typed in": ("input('token: ')\n", "rank 0 failed at train.py:1: EOFError"),
     "no step": (changed((STEP, "")), "the script calls backward, but never step()"),

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, zip_longest
 from pathlib import Path
 
-from lockstep.extensions.verify import refusals
+from lockstep.extensions.verify import compare, refusals
 from lockstep.extensions.verify.calls import TRACE, first_new_line
 from lockstep.extensions.verify.certificate import Certificate
-from lockstep.extensions.verify.compare import (
-    CLIPPED,
-    FIRST,
-    GRADIENTS,
-    PARAMETERS,
-    RATES,
-    SAMPLES,
-    STEPS,
-    Comparison,
-    Difference,
-    Numbers,
-    Reason,
-    exact,
-    shorten,
-)
-from lockstep.extensions.verify.recordings import RankRecording, Recording
-from lockstep.extensions.verify.runs import Request, Runs, copy_entries
+from lockstep.extensions.verify.compare import Comparison, Difference, Numbers, Reason
+from lockstep.extensions.verify.recordings import Event, RankRecording, Recording
+from lockstep.extensions.verify.runs import Request, Runs, working_copy
 from lockstep.extensions.verify.verification import CERTAIN, Verification
 from lockstep.ground.errors import MisconfigurationException
 
@@ -49,14 +37,17 @@ class RevisionCheck(Verification):
 
     def __init__(self, request: Request, runs: Runs) -> None:
         super().__init__(request, runs)
-        self.revision = request.against
-        self.compared = f"rank{'s' * (request.devices > 1)}, now and at {self.revision}"
+        self.there = f"at {request.against}"
         self.earlier = self._check_out()
 
     def certify(self) -> Certificate:
         """Run the script of both versions and return the certificate."""
+        compared = f"rank{'s' * (self.request.devices > 1)}, now and {self.there}"
+        return replace(self._certify(), compared=compared)
+
+    def _certify(self) -> Certificate:
         now, earlier = self._run_both()
-        if any(map(refusals.is_type_error, (now, earlier))):
+        if refusals.is_type_error(now) or refusals.is_type_error(earlier):
             self.runs.float64 = self.earlier.float64 = False
             now, earlier = self._run_both()
         reason = self._refuse(now, earlier)
@@ -73,7 +64,7 @@ class RevisionCheck(Verification):
     def _explain(self, first: Difference, now: Recording, earlier: Recording) -> Certificate:
         """Run both versions again, and find the cause of a difference. A script that varies has no verdict."""
         again, earlier_again = self._run_both(f"{TRACE} {first.update}")
-        for name, pair in (("now", (now, again)), (f"at {self.revision}", (earlier, earlier_again))):
+        for name, pair in (("now", (now, again)), (self.there, (earlier, earlier_again))):
             other = self._compare(*pair).first
             if other is not None:
                 return self._certify_unknown(
@@ -81,9 +72,9 @@ class RevisionCheck(Verification):
                     "numbers, and do not use the time"
                 )
         cause = self._cause(first, again, earlier_again)
-        is_number = first.kind not in (SAMPLES, RATES, STEPS)
-        if is_number and cause is None and (first.size < CERTAIN or not self.runs.float64):
-            return self._certify_unknown(f"the difference may be rounding, and no cause was found: {first}")
+        is_small = first.size < (CERTAIN if self.runs.float64 else math.inf)
+        if is_small and (cause is None or not self.runs.float64):
+            return self._certify_unknown(f"the difference may be rounding: {first}")
         return self._certify_different(now, first, cause)
 
     def _run_both(self, *overrides: str) -> tuple[Recording, Recording]:
@@ -91,47 +82,52 @@ class RevisionCheck(Verification):
 
     def _refuse(self, now: Recording, earlier: Recording) -> str:
         """Explain why the runs cannot be compared, and suggest a remedy. Return "" if they can."""
+        reason = refusals.check_ranks(earlier, 1)
         file = earlier.first.line_of("not moved")
         if file:
-            return (
-                f"also at {self.revision} the script imports {file} from the working tree: do not install the "
-                "repository in editable mode, and set PYTHONPATH to the folder in it that holds the packages"
+            reason = (
+                f"the script imports {file} from the working tree: do not install the repository in editable mode, and "
+                "set PYTHONPATH to the folder in it that holds the packages"
             )
-        reason = refusals.check_ranks(now, 1)
-        if reason:
-            return reason
-        reason = refusals.check_ranks(earlier, 1)
-        return f"at {self.revision}: {reason}" if reason else ""
+        return refusals.check_ranks(now, 1) or (f"{self.there}: {reason}" if reason else "")
 
     # -- the revision
 
     def _check_out(self) -> Runs:
         """Write the revision into a folder, and return what runs the script there."""
-        request, option = self.request, f"--against {self.revision}"
-        if shutil.which("git") is None:
-            raise MisconfigurationException(f"{option}: git is not installed, or not on PATH")
-        here = Path.cwd()
-        root = Path(_git(f"{option}: {here} is not in a git repository", "rev-parse", "--show-toplevel").strip())
-        unknown = f"{option}: there is no such revision. In a shallow clone, fetch it first"
-        commit = _git(unknown, "rev-parse", "--verify", "--quiet", f"{self.revision}^{{commit}}").strip()
-        words, script = request.words, ""
+        here, words, script = Path.cwd(), self.request.words, ""
+        root = self._git(f"{here} is not in a git repository", "rev-parse", "--show-toplevel").strip()
+        unknown = "there is no such revision; in a shallow clone, fetch it first"
+        commit = self._git(unknown, "rev-parse", "--verify", "--quiet", f"{self.request.against}^{{commit}}").strip()
         if words[0] != "-m":
+            # an absolute path would be that of the working tree
             script = os.path.relpath(os.path.realpath(words[0]), here)
-            words = (script, *words[1:])  # an absolute path would be that of the working tree
-        missing = f"{option}: {script or here} does not exist at this revision"
-        _git(missing, "cat-file", "-e", f"{commit}:./{script}")
-        copy = self.runs.folder / "revision"
+            words = (script, *words[1:])
+        self._git(f"{script or here} does not exist at this revision", "cat-file", "-e", f"{commit}:./{script}")
+        folder = self.runs.folder
+        copy, in_root = folder / "revision", ("the revision cannot be checked out", "-C", root)
         copy.mkdir(parents=True)
-        problem = f"{option}: the revision cannot be checked out"
-        index = str(self.runs.folder / "index")  # the repository's own index stays as it is
-        in_root = ("-C", str(root))
-        _git(problem, *in_root, "read-tree", commit, index=index)
-        _git(problem, *in_root, "checkout-index", "--all", f"--prefix={copy}/", index=index)
-        untracked = _git(problem, *in_root, "ls-files", "-z", "--others", "--directory", "--exclude=__pycache__/")
-        copy_entries(root, [".git", *untracked.split("\0")[:-1]], copy)
-        moved = (str(root), str(copy))
-        home = copy / here.relative_to(root)
-        return Runs(replace(request, words=words), self.runs.folder / "runs", self.runs.server, home, moved)
+        self._git(*in_root, "read-tree", commit)
+        self._git(*in_root, "checkout-index", "--all", f"--prefix={copy}/")
+        untracked = self._git(*in_root, "ls-files", "-z", "--others", "--directory", "--exclude=__pycache__/", own=True)
+        working_copy(Path(root), copy, [".git", *untracked.split("\0")[:-1]])
+        earlier = Runs(replace(self.request, words=words), folder / "runs", self.runs.server)
+        earlier.home, earlier.moved = copy / here.relative_to(root), (root, str(copy))
+        return earlier
+
+    def _git(self, problem: str, *words: str, own: bool = False) -> str:
+        """Run git and return its output. It has an index of its own, unless ``own`` requests the repository's.
+
+        Raises:
+            MisconfigurationException: git failed. The message is ``problem`` and git's own.
+        """
+        if shutil.which("git") is None:
+            raise MisconfigurationException(f"--against {self.request.against}: git is not installed, or not on PATH")
+        environ = dict(os.environ) if own else {**os.environ, "GIT_INDEX_FILE": str(self.runs.folder / "index")}
+        run = subprocess.run(["git", *words], env=environ, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise MisconfigurationException(f"--against {self.request.against}: {problem}. {run.stderr}".strip())
+        return run.stdout
 
     # -- comparing
 
@@ -139,73 +135,51 @@ class RevisionCheck(Verification):
         """Compare two runs, each rank with itself."""
         found = Comparison()
         for rank, (own, other) in reversed([*enumerate(zip(now.ranks, earlier.ranks, strict=True))]):
-            where = f"at {self.revision}"
-            numbers = Numbers(Recording((own,)), Recording((other,)), exact, names=("now", where)).compare()
-            own_differences = [*_other_samples(own, other, where), *_other_optimizers(own, other, where)]
-            numbers.differences += own_differences
-            numbers.differences = [replace(each, ranks=(rank,)) for each in numbers.differences] + found.differences
-            found = numbers  # in the end rank 0's, with the differences of all ranks
+            numbers = Numbers(Recording((own,)), Recording((other,)), compare.exact)
+            numbers.names = ("now", self.there)
+            result = numbers.compare()
+            every = [*result.differences, *self._other_inputs(own, other)]
+            # in the end rank 0's result, with the differences of all ranks
+            result.differences = [replace(each, ranks=(rank,)) for each in every] + found.differences
+            found = result
         return found
+
+    def _other_inputs(self, own: RankRecording, other: RankRecording) -> Iterator[Difference]:
+        """Yield the first difference in the optimizers, and in the samples, of each step of a rank."""
+        for event, before in zip(own.steps, other.steps, strict=False):
+            earlier = _inputs(other, before)
+            for kind, values in _inputs(own, event).items():
+                for (key, name), (old_key, old_name) in zip_longest(values, earlier[kind], fillvalue=("", "none")):
+                    if key != old_key:
+                        contents = " with other contents" * (name == old_name)
+                        text = f"{kind} differ: {name} now, {old_name} {self.there}{contents}"
+                        yield Difference(kind, event["number"], event["update"], "", text=text)
+                        break
 
     def _cause(self, first: Difference, now: Recording, earlier: Recording) -> Reason | None:
         """Find the cause of the first difference in two runs that have traced its update."""
         own, other = (run.ranks[first.ranks[0]] for run in (now, earlier))
-        if first.kind == SAMPLES:
+        if first.kind == compare.SAMPLES:
             return Reason("the data, their order or the loader has changed", own.line_of("iteration"))
-        if first.kind == CLIPPED:
+        if first.kind == compare.CLIPPED:
             return Reason("another clipping, or another change of gradients before the step", own.line_of("clipped"))
-        if first.kind == GRADIENTS:
+        if first.kind == compare.GRADIENTS:
             line = first_new_line(own.find("call"), other.find("call"))
-            return (
-                Reason("a changed computation", line, "no earlier call of torch has the same result") if line else None
-            )
-        if first.kind not in (RATES, PARAMETERS):
+            return Reason("a changed computation", line) if line else None
+        if first.kind not in (compare.RATES, compare.PARAMETERS):
             return None
         step, before = (run.find("step", update=first.update)[0] for run in (own, other))
         for group, old in zip(step["options"], before["options"], strict=False):
-            changed = [name for name in group if name in old and group[name] != old[name]]
-            if changed:
-                listed = ", ".join(f"{name}={group[name]} (was {old[name]})" for name in changed)
-                return Reason(f"other options of {step['name']}: {listed}", step["where"])
-        return Reason(f"the optimizer is {step['name']}, and was {before['name']}", step["where"])
+            names = [name for name in group if name in old and group[name] != old[name]]
+            if names:
+                changed = ", ".join(f"{name}={group[name]} (was {old[name]})" for name in names)
+                return Reason(f"other options of the optimizer: {changed}", step["where"])
+        return None
 
 
-def _git(problem: str, *words: str, index: str = "") -> str:
-    """Run git and return its output.
-
-    Raises:
-        MisconfigurationException: git failed. The message is ``problem`` and git's own.
-    """
-    environ = {**os.environ, "GIT_INDEX_FILE": index} if index else None
-    run = subprocess.run(["git", *words], env=environ, capture_output=True, text=True, check=False)
-    if run.returncode:
-        said = run.stderr.strip().splitlines()
-        raise MisconfigurationException(f"{problem} (git: {said[-1]})" if said else problem)
-    return run.stdout
-
-
-def _other_samples(own: RankRecording, other: RankRecording, where: str) -> Iterator[Difference]:
-    """Yield the differences between the samples that a rank trains on in each step of two runs."""
-    for event in own.steps:
-        runs = [rank.find("batch", grad=True, step=event["number"]) for rank in (own, other)]
-        prints = [[text for batch in batches for text in batch["prints"]] for batches in runs]
-        if prints[0] != prints[1]:
-            now, earlier = (
-                shorten([each for batch in batches for each in batch["indices"] or batch["prints"]]) or "none"
-                for batches in runs
-            )
-            text = f"samples differ: {now}; {where}: {earlier}"
-            if now == earlier:
-                text = f"samples differ: the contents of {now}"
-            yield Difference(SAMPLES, event["number"], event["update"], "", text=text)
-
-
-def _other_optimizers(own: RankRecording, other: RankRecording, where: str) -> Iterator[Difference]:
-    """Yield a difference for each step that another optimizer makes, or one with another number of parameters."""
-    for event, before in zip(own.steps, other.steps, strict=False):
-        now, earlier = (
-            f"optimizer {step['optimizer']} with {len(step['names'])} parameters" for step in (event, before)
-        )
-        if now != earlier:
-            text = f"the step of {now}; {where}: of {earlier}"
-            yield Difference(FIRST, event["number"], event["update"], "", text=text)
+def _inputs(rank: RankRecording, step: Event) -> dict[str, list[tuple[str, object]]]:
+    """Return a step's optimizer, and its samples, as tuples of what is compared and a name."""
+    optimizer = f"optimizer {step['optimizer']} with {len(step['names'])} parameters"
+    batches = rank.find("batch", grad=True, step=step["number"])
+    pairs = (zip(each["prints"], each["indices"] or each["prints"], strict=False) for each in batches)
+    return {compare.FIRST: [(optimizer, optimizer)], compare.SAMPLES: [*chain(*pairs)]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest
 from types import FrameType
@@ -89,11 +88,10 @@ def first_new_line(calls: Sequence[Event], others: Sequence[Event]) -> str:
     Returns:
         The line as ``file:line``; "" if there is no such call.
     """
-    results: dict[str, list[Event]] = defaultdict(list)
-    for other in others:
-        results[str(other["shape"])].append(other)
-    new = (own for own in calls if not any(_has_same_result(own, other) for other in results[str(own["shape"])]))
-    return next((str(own["where"]) for own in new), "")
+    for own in calls:
+        if not any(own["shape"] == other["shape"] and _has_same_result(own, other) for other in others):
+            return str(own["where"])
+    return ""
 
 
 def _has_same_result(own: Event, other: Event) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
 
 from lockstep import __version__
 
@@ -117,28 +116,12 @@ def write(certificates: Sequence[Certificate], folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     data, page = folder / "certificate.json", folder / "certificate.md"
-    report = {"schema": SCHEMA, "lockstep": __version__, "certificates": [_to_json(each) for each in certificates]}
-    data.write_text(json.dumps(report, indent=2) + "\n")
+    # JSON has no NaN and no infinity
+    found = [{**asdict(one), "course": [x if math.isfinite(x) else None for x in one.course]} for one in certificates]
+    data.write_text(json.dumps({"schema": SCHEMA, "lockstep": __version__, "certificates": found}, indent=2) + "\n")
     page.write_text("\n".join(each.markdown() for each in certificates))
     picture = _draw(certificates, folder / "certificate.png")
     return [data, page, *([picture] if picture is not None else [])]
-
-
-def read(path: Path) -> list[Certificate]:
-    """Read the certificates from a ``certificate.json`` that `write` has written."""
-    return [_from_json(values) for values in json.loads(path.read_text())["certificates"]]
-
-
-def _to_json(certificate: Certificate) -> dict[str, Any]:
-    # JSON has no NaN and no infinity
-    course = [size if math.isfinite(size) else None for size in certificate.course]
-    return {**asdict(certificate), "course": course}
-
-
-def _from_json(values: dict[str, Any]) -> Certificate:
-    course = tuple(math.nan if size is None else size for size in values["course"])
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return Certificate(**{**values, **lists, "rows": tuple(Row(**row) for row in values["rows"]), "course": course})
 
 
 def _draw(certificates: Sequence[Certificate], path: Path) -> Path | None:

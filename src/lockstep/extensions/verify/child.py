@@ -91,7 +91,7 @@ def _moved(path: str, folder: str, copy: str) -> str:
 
 def _exit(watch: Watch, leave: Callable[[int], NoReturn], process: int, code: int) -> NoReturn:
     """Record how the script ended, unless this was done or the process is another one, and leave the process."""
-    if os.getpid() == process and not watch.journal.has_ended:
+    if os.getpid() == process and not (watch.journal.folder / "end.json").exists():
         status = "done" if watch.is_done else "failed" if code else "ended"
         watch.journal.end(status, steps=watch.steps, message=f"exit code {code}", where=location())
     leave(code)

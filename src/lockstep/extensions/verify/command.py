@@ -11,7 +11,6 @@ from lockstep.cli.run import CommandParser, check_script, number_from, split, wo
 from lockstep.ground.errors import MisconfigurationException
 
 if TYPE_CHECKING:
-    from lockstep.extensions.verify.runs import Request, Runs
     from lockstep.extensions.verify.verification import Check
 
 USAGE = "lockstep verify [options] script.py [options] [-- arguments of the script]"
@@ -48,14 +47,9 @@ def verify(words: Sequence[str]) -> int:
         raise MisconfigurationException(
             f"--devices {options.devices}: pass numbers of ranks, each at least {least}, for example 2 or 2,4"
         )
-    kinds = {
-        f"--simulate {options.simulate}": options.simulate,
-        "--resume": options.resume,
-        f"--against {options.against}": options.against,
-    }
-    chosen = [option for option, value in kinds.items() if value]
-    if len(chosen) > 1:
-        raise MisconfigurationException(f"{' '.join(chosen)}: run a separate command for each")
+    kinds = [name for name in ("simulate", "resume", "against") if getattr(options, name)]
+    if len(kinds) > 1:
+        raise MisconfigurationException(f"--{' --'.join(kinds)}: run a separate command for each")
     if options.patience <= 0:
         raise MisconfigurationException(f"--patience {options.patience:g}: pass a number of seconds above 0")
     if options.keep is not None and Path(options.keep).exists():
@@ -74,12 +68,9 @@ def verify(words: Sequence[str]) -> int:
     from lockstep.extensions.verify.verification import Verification
     from lockstep.extensions.verify.verification import verify as certify
 
-    check: Callable[[Request, Runs], Check] = ResumeCheck if options.resume else Verification
-    numbers = [int(word) for word in devices]
-    if options.against:
-        check = RevisionCheck
-    if options.simulate is not None:
-        check, numbers = Simulation, [options.simulate]
+    checks: dict[str, Callable[..., Check]] = {"simulate": Simulation, "resume": ResumeCheck, "against": RevisionCheck}
+    check = checks[kinds[0]] if kinds else Verification
+    numbers = [options.simulate] if options.simulate else [int(word) for word in devices]
     command = words_of(options.module, script)
     patience = Patience(options.patience, 10 * options.patience)
     certificates = []

@@ -198,22 +198,18 @@ class Numbers:
         single: the run of one process.
         tolerance: returns the largest difference that counts as equal.
         tiny: elements of gradients below this fraction of the largest are rounding errors.
+
+    Attributes:
         names: names of both runs in messages.
     """
 
-    def __init__(
-        self,
-        ranks: Recording,
-        single: Recording,
-        tolerance: Tolerance,
-        tiny: float = _TINY,
-        names: tuple[str, str] = ("on the ranks", "on one process"),
-    ) -> None:
+    names = ("on the ranks", "on one process")
+
+    def __init__(self, ranks: Recording, single: Recording, tolerance: Tolerance, tiny: float = _TINY) -> None:
         self.ranks = ranks
         self.single = single
         self.tolerance = tolerance
         self.tiny = tiny
-        self.names = names
         self.result = Comparison()
         self._rounding: dict[str, Tensor] = {}
 

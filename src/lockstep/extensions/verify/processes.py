@@ -17,13 +17,9 @@ from typing import Any
 
 from lockstep.extensions.verify.settings import Settings
 
-_SERVE = """
-import sys
-here = sys.path.pop(0)  # a file in the current folder could have the name of a module that torch imports
-from lockstep.extensions.verify.server import main
-sys.path.insert(0, here)
-main()
-"""
+_MODULE = "lockstep.extensions.verify.server"
+_SERVE = f"import sys; here = sys.path.pop(0); import {_MODULE} as server; sys.path.insert(0, here); server.main()"
+"""Program of the server. It imports torch without the current folder, whose files may have names that torch imports."""
 _POLL_SECONDS = 0.05
 _DEADLOCK_SECONDS = 5.0
 """Seconds after which ranks that wait in different collectives count as deadlocked."""

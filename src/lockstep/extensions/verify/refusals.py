@@ -13,7 +13,6 @@ from lockstep.extensions.verify.recordings import Event, RankRecording, Recordin
 _TYPES = re.compile(r"dtype|expected (scalar|m1|mat)|must have the same|ouble|same type|float64", re.IGNORECASE)
 _OTHERS = re.compile(r"[Cc]onnection (closed|reset)|[Bb]roken pipe|[Tt]imed? ?out|peer|connectFullMesh")
 _GPU = re.compile(r"CUDA|cuda|NVIDIA|nvidia|NCCL|HIP |\bGPUs?\b")
-_NETWORK = re.compile(r"urlopen|Max retries exceeded|name resolution|40[13] Client Error|gated repo|API key|log ?in\b")
 _ARGUMENTS = re.compile(r"\busage:|sys\.argv", re.IGNORECASE)
 _MEMORY = re.compile(
     r"DefaultCPUAllocator|MemoryError|out of memory|can't allocate|annot allocate memory|bad_alloc|start new thread"
@@ -132,11 +131,6 @@ def _explain_ending(who: str, rank: RankRecording) -> str:
         return (
             f"the script needs a GPU{where} ({ending.short}), but is verified on the CPU: let it use the CPU if "
             "torch.cuda.is_available() is False"
-        )
-    if _NETWORK.search(ending.message):
-        return (
-            f"the script needs the network or an account{where} ({ending.short}): download its data first, and let it "
-            "read local files"
         )
     started = rank.line_of("process")
     if started:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -50,22 +50,20 @@ class Runs:
         request: what to verify.
         folder: folder for recordings.
         server: starts processes.
-        home: folder whose script is run; None: the current folder.
-        moved: a folder, and its copy from which the script imports instead; empty: none.
 
     Attributes:
+        home: folder whose script is run.
+        moved: a folder, and its copy from which the script imports instead; empty: none.
         float64: True if the script computes in float64.
         rank_by_rank: True if one process gets the ranks' micro-batches one after another.
     """
 
-    def __init__(
-        self, request: Request, folder: Path, server: Server, home: Path | None = None, moved: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, request: Request, folder: Path, server: Server) -> None:
         self.request = request
         self.folder = folder
         self.server = server
-        self.home = home or Path.cwd()
-        self.moved = moved
+        self.home = Path.cwd()
+        self.moved: tuple[str, ...] = ()
         self.float64 = True
         self.rank_by_rank = False
         self._number = 0
@@ -185,41 +183,38 @@ class Runs:
         )
 
 
-def working_copy(source: Path, target: Path) -> Path:
+def working_copy(source: Path, target: Path, names: Sequence[str] | None = None) -> Path:
     """Copy a folder for one run, so that other runs do not find the files that this run writes.
 
     Small files are copied. Large files, hidden folders, and folders after the first 3,000 entries are linked.
 
+    Args:
+        source: the folder.
+        target: the copy. What it has is kept.
+        names: paths in the folder of what is copied; None: everything.
+
     Returns:
         ``target``.
     """
-    _copy(source.absolute(), target, [_MAX_ENTRIES], target.absolute())
+    remaining = [_MAX_ENTRIES]
+    for name in os.listdir(source) if names is None else names:
+        if not (target / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            _copy(source.absolute() / name, target / name, remaining, target.absolute())
+    target.mkdir(parents=True, exist_ok=True)  # also of an empty folder
     return target
 
 
-def copy_entries(source: Path, names: Iterable[str], target: Path) -> None:
-    """Copy the named entries of a folder, unless ``target`` has them. What is large or hidden is linked."""
-    remaining = [_MAX_ENTRIES]
-    for name in names:
-        if not (target / name).exists():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            _copy_entry(source / name, target / name, remaining, target)
-
-
 def _copy(source: Path, target: Path, remaining: list[int], root: Path) -> None:
-    target.mkdir(parents=True)
-    for entry in source.iterdir():
-        _copy_entry(entry, target / entry.name, remaining, root)
-
-
-def _copy_entry(source: Path, target: Path, remaining: list[int], root: Path) -> None:
     remaining[0] -= 1
     if root.is_relative_to(source):
         return  # the copy itself, if it is inside the folder that is copied
     is_link = source.is_symlink()
     if source.is_dir() and not is_link and remaining[0] > 0 and not source.name.startswith("."):
-        _copy(source, target, remaining, root)
+        target.mkdir()
+        for entry in source.iterdir():
+            _copy(entry, target / entry.name, remaining, root)
     elif source.is_file() and not is_link and source.stat().st_size <= _LARGE:
         shutil.copy2(source, target)
     else:
-        target.symlink_to(source.absolute())
+        target.symlink_to(source)

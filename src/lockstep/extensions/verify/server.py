@@ -58,7 +58,6 @@ def serve() -> None:
             os.write(1, f"{number}\n".encode())
     for number in running:
         os.kill(number, signal.SIGKILL)
-        os.waitpid(number, 0)
     _end_orphans()
 
 

@@ -128,11 +128,6 @@ class Journal:
         (self.folder / "end.json").write_text(json.dumps({"status": status, **values}))
         self._events.flush()
 
-    @property
-    def has_ended(self) -> bool:
-        """True once `end` was called."""
-        return (self.folder / "end.json").exists()
-
 
 def location(frame: FrameType | None = None) -> str:
     """Return the innermost line of user code on the stack of ``frame`` or the caller, as ``file:line``; "" if none."""

@@ -113,7 +113,6 @@ class Verification:
         self.samples = samples.SampleFindings()
         self.notes: list[str] = []
         self.splits_model = False
-        self.compared = "ranks and one process"
 
     # -- the verdict
 
@@ -244,7 +243,7 @@ class Verification:
         return self._certificate(ranks, found=(difference, cause))
 
     def _certify_unknown(self, reason: str) -> Certificate:
-        return self.runs.certificate(reasons=[reason], compared=self.compared)
+        return self.runs.certificate(reasons=[reason])
 
     def _certificate(
         self, ranks: Recording, found: tuple[Difference, Reason | None] | None = None, reasons: Sequence[str] = ()
@@ -252,9 +251,7 @@ class Verification:
         comparison = self.comparison
         comparison.count(SAMPLES, self.samples.compared)
         steps = _steps_of(ranks)
-        return self.runs.certificate(
-            steps, comparison.rows(), found, reasons, self.notes, comparison.course, self.compared
-        )
+        return self.runs.certificate(steps, comparison.rows(), found, reasons, self.notes, comparison.course)
 
     # -- comparing
 
