@@ -108,7 +108,7 @@ OTHERS = {
 def test_what_has_changed_is_named(name: str, certify: Certify) -> None:
     before, after, first, cause = OTHERS[name]
     commit(train=before)
-    certificate = certify(after, RevisionCheck, devices=2, against="HEAD")
+    certificate = certify(after, RevisionCheck, devices=2 if name == "the loss" else 1, against="HEAD")
     assert certificate.verdict == DIFFERENT, str(certificate)
     assert certificate.first.startswith(first)
     assert certificate.cause.startswith(cause)
