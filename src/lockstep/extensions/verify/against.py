@@ -50,8 +50,7 @@ class RevisionCheck(Verification):
         if refusals.is_type_error(now) or refusals.is_type_error(earlier):
             self.runs.float64 = self.earlier.float64 = False
             now, earlier = self._run_both()
-        reason = self._refuse(now, earlier)
-        if reason:
+        if reason := self._refuse(now, earlier):
             return self._certify_unknown(reason)
         self.comparison = self._compare(now, earlier)
         self.comparison.samples = "equal"
@@ -67,10 +66,7 @@ class RevisionCheck(Verification):
         for name, pair in (("now", (now, again)), (self.there, (earlier, earlier_again))):
             other = self._compare(*pair).first
             if other is not None:
-                return self._certify_unknown(
-                    f"the script trains differently when it runs twice {name} ({other}): set the seeds of all random "
-                    "numbers, and do not use the time"
-                )
+                return self._certify_unknown(f"two runs {name} differ ({other}): set the seeds of all random numbers")
         cause = self._cause(first, again, earlier_again)
         is_small = first.size < (CERTAIN if self.runs.float64 else math.inf)
         if is_small and (cause is None or not self.runs.float64):
@@ -86,8 +82,7 @@ class RevisionCheck(Verification):
         file = earlier.first.line_of("not moved")
         if file:
             reason = (
-                f"the script imports {file} from the working tree: do not install the repository in editable mode, and "
-                "set PYTHONPATH to the folder in it that holds the packages"
+                f"{file} is imported from the working tree: uninstall its package, and set PYTHONPATH to its folder"
             )
         return refusals.check_ranks(now, 1) or (f"{self.there}: {reason}" if reason else "")
 

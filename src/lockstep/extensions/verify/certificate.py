@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from textwrap import wrap
-
-from lockstep import __version__
 
 ALIKE, DIFFERENT, UNKNOWN = "alike", "different", "could not tell"
 SCHEMA = 1
@@ -118,7 +117,8 @@ def write(certificates: Sequence[Certificate], folder: Path) -> list[Path]:
     data, page = folder / "certificate.json", folder / "certificate.md"
     # JSON has no NaN and no infinity
     found = [{**asdict(one), "course": [x if math.isfinite(x) else None for x in one.course]} for one in certificates]
-    data.write_text(json.dumps({"schema": SCHEMA, "lockstep": __version__, "certificates": found}, indent=2) + "\n")
+    version = sys.modules["lockstep"].__version__
+    data.write_text(json.dumps({"schema": SCHEMA, "lockstep": version, "certificates": found}, indent=2) + "\n")
     page.write_text("\n".join(each.markdown() for each in certificates))
     picture = _draw(certificates, folder / "certificate.png")
     return [data, page, *([picture] if picture is not None else [])]

@@ -50,7 +50,7 @@ def run(settings: Settings) -> None:
         each.install()
     # compiled code rounds in another way than eager code, and the runs compile different shapes
     patch(torch, "compile", _do_not_compile)
-    patch(os, "_exit", partial(_exit, watch, os._exit, os.getpid()))
+    patch(os, "_exit", partial(_leave, watch, os._exit, os.getpid()))
     sys.addaudithook(partial(_record_process, watch))
     if settings.moved:
         # packages next to the script, such as those of src/, come from the copy as well
@@ -89,7 +89,7 @@ def _moved(path: str, folder: str, copy: str) -> str:
     return copy + path[len(folder) :] if is_inside and "site-packages" not in path else path
 
 
-def _exit(watch: Watch, leave: Callable[[int], NoReturn], process: int, code: int) -> NoReturn:
+def _leave(watch: Watch, leave: Callable[[int], NoReturn], process: int, code: int) -> NoReturn:
     """Record how the script ended, unless this was done or the process is another one, and leave the process."""
     if os.getpid() == process and not (watch.journal.folder / "end.json").exists():
         status = "done" if watch.is_done else "failed" if code else "ended"

@@ -25,7 +25,7 @@ def verified(
     unknown: str = "fail",
     **options: object,
 ) -> list[dict[str, Any]]:
-    """Verify a script. Fail the test, with the certificates as the message, unless all verdicts are "alike".
+    """Verify a script. Fail the test, with the certificates as the message, unless the runs agree.
 
     Args:
         folder: working directory of the command, to which the path of the script is relative.
@@ -33,15 +33,14 @@ def verified(
         script: path of the script.
         arguments: arguments of the script.
         devices: numbers of ranks; empty: the default of the command.
-        unknown: "skip" to skip the test, in place of failing it, if the verdict is "could not tell".
+        unknown: "skip" to skip the test, in place of failing it, if there is no verdict.
         options: options of `lockstep verify`, such as ``steps=10``.
 
     Returns:
         A certificate for each number of ranks, as in ``certificate.json``.
     """
-    numbers = ranks or ",".join(map(str, devices))
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as output:
-        given = {"devices": numbers, **options, "output": output}
+        given = {"devices": ranks or ",".join(map(str, devices)), **options, "output": output}
         words = [f"--{name}={value}" for name, value in given.items() if value]
         command = [sys.executable, "-c", _COMMAND, "verify", *words, script, "--", *arguments]
         run = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)

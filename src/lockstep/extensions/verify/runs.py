@@ -198,17 +198,17 @@ def working_copy(source: Path, target: Path, names: Sequence[str] | None = None)
     """
     remaining = [_MAX_ENTRIES]
     for name in os.listdir(source) if names is None else names:
-        if not (target / name).exists():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            _copy(source.absolute() / name, target / name, remaining, target.absolute())
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        _copy(source.absolute() / name, target / name, remaining, target.absolute())
     target.mkdir(parents=True, exist_ok=True)  # also of an empty folder
     return target
 
 
 def _copy(source: Path, target: Path, remaining: list[int], root: Path) -> None:
     remaining[0] -= 1
-    if root.is_relative_to(source):
-        return  # the copy itself, if it is inside the folder that is copied
+    # the copy itself, if it is inside the folder that is copied
+    if root.is_relative_to(source) or target.exists():
+        return
     is_link = source.is_symlink()
     if source.is_dir() and not is_link and remaining[0] > 0 and not source.name.startswith("."):
         target.mkdir()
