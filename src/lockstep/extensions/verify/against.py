@@ -81,9 +81,7 @@ class RevisionCheck(Verification):
         reason = refusals.check_ranks(earlier, 1)
         file = earlier.first.line_of("not moved")
         if file:
-            reason = (
-                f"{file} is imported from the working tree: uninstall its package, and set PYTHONPATH to its folder"
-            )
+            reason = f"{file} is imported from the working tree: uninstall it, and set PYTHONPATH to its folder"
         return refusals.check_ranks(now, 1) or (f"{self.there}: {reason}" if reason else "")
 
     # -- the revision
