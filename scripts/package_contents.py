@@ -22,10 +22,13 @@ def wheel_faults(wheel: Path) -> list[str]:
     """Return what is wrong with the files of a wheel."""
     names = zipfile.ZipFile(wheel).namelist()
     (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
-    needed = {"lockstep/__init__.py", "lockstep/py.typed", f"{info}/licenses/LICENSE", f"{info}/sboms/sbom.cdx.json"}
+    needed = {"lockstep/__init__.py", "lockstep/py.typed", "pytest_lockstep.py"}
+    needed |= {f"{info}/licenses/LICENSE", f"{info}/sboms/sbom.cdx.json"}
     faults = [f"{wheel.name}: {name} is missing" for name in sorted(needed - set(names))]
     return faults + [
-        f"{wheel.name}: {name} does not belong in it" for name in names if not name.startswith(("lockstep/", info))
+        f"{wheel.name}: {name} does not belong in it"
+        for name in names
+        if not name.startswith(("lockstep/", "pytest_lockstep.py", info))
     ]
 
 

@@ -22,7 +22,7 @@ NOT_RUN = {
     "architecture": "a sketch of the loop, for who changes it",
     "finetune": "it needs a folder of pretrained weights",
     "slurm-search": "it needs SLURM",
-    "verify": "the loop of a script, with the mistake that the page is about",
+    "verify": "the loop of a script, with the mistake that the page is about, and a test for pytest",
 }
 TORCHRUN = ("ddp", "communication-hooks")
 """Pages whose program torchrun starts, once for each rank."""

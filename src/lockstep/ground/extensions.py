@@ -195,7 +195,7 @@ EXTENSIONS: dict[str, Extension] = {
         commands={
             "verify": ("command:verify", "check that a script trains on N ranks what it trains as one process"),
         },
-        services={"trainer.verify": "fitted:verify_fit"},
+        services={"pytest's fixture verified": "fixture:verified", "trainer.verify": "fitted:verify_fit"},
         paths={"cli.verify": "command", "verify": ""},
     ),
 }

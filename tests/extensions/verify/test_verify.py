@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def judge_report() -> None:
-    (found,) = json.loads(Path("report/certificate.json").read_text())
+    (found,) = json.loads(Path("report/certificate.json").read_text())["certificates"]
     assert found["verdict"] == ALIKE
     assert found["steps"] == 5
     assert {row["what"] for row in found["rows"]} >= {"samples", "parameters", "number of steps"}
@@ -186,7 +186,7 @@ def test_a_copy_may_lie_in_the_folder_by_a_relative_path(tmp_path: Path, monkeyp
         (["train.py", "--keep", "."], "--keep .: the folder exists"),
         (["nothing.py"], "nothing.py does not exist"),
         (["train.py", "--simulate", "1"], "--simulate: '1' is not a whole number of at least 2"),
-        (["train.py", "--simulate", "8", "--resume"], "--simulate 8 --resume: run a separate command for each"),
+        (["train.py", "--simulate", "8", "--resume"], "--simulate --resume: run a separate command for each"),
     ],
 )
 def test_what_cannot_be_requested_is_refused(

@@ -77,12 +77,31 @@ def first_other_line(calls: Sequence[Event], others: Sequence[Event]) -> str:
             return str((own or other)["where"])
         if any(own[key] != other[key] for key in ("name", "where", "shape")):
             return str(own["where"])
-        for a, b in zip(own["sums"], other["sums"], strict=True):
-            both_nan = math.isnan(a) and math.isnan(b)
-            # infinite values are equal, but their difference is NaN
-            if not (both_nan or a == b or abs(a - b) <= _ROUNDING * own["sums"][1]):
-                return str(own["where"])
+        if not _has_same_result(own, other):
+            return str(own["where"])
     return ""
+
+
+def first_new_line(calls: Sequence[Event], others: Sequence[Event]) -> str:
+    """Return the line of the first call whose result no call in ``others`` has, whatever their lines and order are.
+
+    Returns:
+        The line as ``file:line``; "" if there is no such call.
+    """
+    for own in calls:
+        if not any(own["shape"] == other["shape"] and _has_same_result(own, other) for other in others):
+            return str(own["where"])
+    return ""
+
+
+def _has_same_result(own: Event, other: Event) -> bool:
+    """Return True if the results of two calls have the same sums, up to rounding."""
+    for a, b in zip(own["sums"], other["sums"], strict=True):
+        both_nan = math.isnan(a) and math.isnan(b)
+        # infinite values are equal, but their difference is NaN
+        if not (both_nan or a == b or abs(a - b) <= _ROUNDING * own["sums"][1]):
+            return False
+    return True
 
 
 def _line(frame: FrameType | None) -> str:

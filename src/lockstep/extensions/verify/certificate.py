@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from textwrap import wrap
 
 ALIKE, DIFFERENT, UNKNOWN = "alike", "different", "could not tell"
+SCHEMA = 1
+"""Version of the form of ``certificate.json``. A field that is removed, renamed or changed in meaning increases it."""
 _WIDTH = 140
 """Characters in a line of the plot's text."""
 
@@ -111,7 +115,10 @@ def write(certificates: Sequence[Certificate], folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     data, page = folder / "certificate.json", folder / "certificate.md"
-    data.write_text(json.dumps([asdict(each) for each in certificates], indent=2) + "\n")
+    # JSON has no NaN and no infinity
+    found = [{**asdict(one), "course": [x if math.isfinite(x) else None for x in one.course]} for one in certificates]
+    version = sys.modules["lockstep"].__version__
+    data.write_text(json.dumps({"schema": SCHEMA, "lockstep": version, "certificates": found}, indent=2) + "\n")
     page.write_text("\n".join(each.markdown() for each in certificates))
     picture = _draw(certificates, folder / "certificate.png")
     return [data, page, *([picture] if picture is not None else [])]

@@ -7,9 +7,11 @@ import random
 import runpy
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -48,7 +50,11 @@ def run(settings: Settings) -> None:
         each.install()
     # compiled code rounds in another way than eager code, and the runs compile different shapes
     patch(torch, "compile", _do_not_compile)
+    patch(os, "_exit", partial(_leave, watch, os._exit, os.getpid()))
     sys.addaudithook(partial(_record_process, watch))
+    if settings.moved:
+        # packages next to the script, such as those of src/, come from the copy as well
+        sys.path[:] = [_moved(path, *settings.moved) for path in sys.path]
     try:
         with Functions(watch):
             _start(list(settings.words))
@@ -70,6 +76,25 @@ def run(settings: Settings) -> None:
         watch.journal.end("failed", steps=watch.steps, message=message, where=_last_line(error.__traceback__))
     else:
         watch.journal.end("ended", steps=watch.steps)
+    finally:
+        for module in list(sys.modules.values()) if settings.moved else ():
+            file = getattr(module, "__dict__", {}).get("__file__") or ""
+            if is_user_code(file) and _moved(file, *settings.moved) != file:
+                watch.journal.record("not moved", where=file)
+
+
+def _moved(path: str, folder: str, copy: str) -> str:
+    """Return the place of a path in the copy of a folder. Return other paths, and those of packages, unchanged."""
+    is_inside = f"{path}/".startswith(f"{folder}/") and not f"{path}/".startswith(f"{copy}/")
+    return copy + path[len(folder) :] if is_inside and "site-packages" not in path else path
+
+
+def _leave(watch: Watch, leave: Callable[[int], NoReturn], process: int, code: int) -> NoReturn:
+    """Record how the script ended, unless this was done or the process is another one, and leave the process."""
+    if os.getpid() == process and not (watch.journal.folder / "end.json").exists():
+        status = "done" if watch.is_done else "failed" if code else "ended"
+        watch.journal.end(status, steps=watch.steps, message=f"exit code {code}", where=location())
+    leave(code)
 
 
 def _record_process(watch: Watch, event: str, args: tuple[object, ...]) -> None:

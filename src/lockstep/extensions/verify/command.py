@@ -11,7 +11,6 @@ from lockstep.cli.run import CommandParser, check_script, number_from, split, wo
 from lockstep.ground.errors import MisconfigurationException
 
 if TYPE_CHECKING:
-    from lockstep.extensions.verify.runs import Request, Runs
     from lockstep.extensions.verify.verification import Check
 
 USAGE = "lockstep verify [options] script.py [options] [-- arguments of the script]"
@@ -28,6 +27,7 @@ examples:
   lockstep verify train.py --devices 2,4 --steps 10 -- --batch-size 8
   lockstep verify --output report -m project.train
   lockstep verify train.py --simulate 64
+  lockstep verify train.py --against HEAD
 """
 
 
@@ -41,13 +41,15 @@ def verify(words: Sequence[str]) -> int:
         MisconfigurationException: an option has an invalid value.
     """
     options, script = split(list(words), _parser())
-    devices = options.devices.split(",")
-    if not all(word.strip().isdigit() and int(word) > 1 for word in devices):
+    least = 1 if options.against else 2
+    devices = (options.devices or str(least)).split(",")
+    if not all(word.strip().isdigit() and int(word) >= least for word in devices):
         raise MisconfigurationException(
-            f"--devices {options.devices}: pass numbers of ranks, each at least 2, for example 2 or 2,4"
+            f"--devices {options.devices}: pass numbers of ranks, each at least {least}, for example 2 or 2,4"
         )
-    if options.simulate is not None and options.resume:
-        raise MisconfigurationException(f"--simulate {options.simulate} --resume: run a separate command for each")
+    kinds = [name for name in ("simulate", "resume", "against") if getattr(options, name)]
+    if len(kinds) > 1:
+        raise MisconfigurationException(f"--{' --'.join(kinds)}: run a separate command for each")
     if options.patience <= 0:
         raise MisconfigurationException(f"--patience {options.patience:g}: pass a number of seconds above 0")
     if options.keep is not None and Path(options.keep).exists():
@@ -57,6 +59,7 @@ def verify(words: Sequence[str]) -> int:
     check_script("lockstep verify", options.module, script)
 
     # not at the top: errors in options are reported without waiting for the import of torch
+    from lockstep.extensions.verify.against import RevisionCheck
     from lockstep.extensions.verify.certificate import write
     from lockstep.extensions.verify.processes import Patience
     from lockstep.extensions.verify.resume import ResumeCheck
@@ -65,16 +68,16 @@ def verify(words: Sequence[str]) -> int:
     from lockstep.extensions.verify.verification import Verification
     from lockstep.extensions.verify.verification import verify as certify
 
-    check: Callable[[Request, Runs], Check] = ResumeCheck if options.resume else Verification
-    numbers = [int(word) for word in devices]
-    if options.simulate is not None:
-        check, numbers = Simulation, [options.simulate]
+    checks: dict[str, Callable[..., Check]] = {"simulate": Simulation, "resume": ResumeCheck, "against": RevisionCheck}
+    check = checks[kinds[0]] if kinds else Verification
+    numbers = [options.simulate] if options.simulate else [int(word) for word in devices]
     command = words_of(options.module, script)
     patience = Patience(options.patience, 10 * options.patience)
     certificates = []
     for number in numbers:
         keep = None if options.keep is None else Path(options.keep) / f"ranks-{number}"
-        certificate = certify(Request(command, number, options.steps, options.strategy, patience, keep), check)
+        request = Request(command, number, options.steps, options.strategy, patience, keep, options.against)
+        certificate = certify(request, check)
         certificates.append(certificate)
         print(certificate, end="\n\n", flush=True)
     for path in write(certificates, Path(options.output)):
@@ -88,12 +91,14 @@ def _parser() -> CommandParser:
     parser = CommandParser("lockstep verify", USAGE, ABOUT, EXAMPLES)
     add = parser.add_argument
     add("-m", dest="module", metavar="MODULE", help="verify a module in place of a script, as `python -m` runs it")
-    add("--devices", default="2", metavar="N[,N]", help="ranks that are compared with one process (default: 2)")
+    add("--devices", metavar="N[,N]", help="ranks that are compared with one process (default: 2; with --against: 1)")
     add("--steps", type=number_from(1), default=5, metavar="K", help="optimizer steps that are compared (default: 5)")
     add("--strategy", default="", metavar="NAME", help="strategy that Trainers of lockstep and Lightning use on the "
         "ranks, in place of their own: ddp, fsdp, ...")  # fmt: skip
     add("--resume", action="store_true", help="compare a run that is stopped after K steps and started again with one "
         "that is not, in place of ranks with one process")  # fmt: skip
+    add("--against", default="", metavar="REVISION", help="compare with the script at a git revision, on the same "
+        "number of ranks, in place of ranks with one process")  # fmt: skip
     add("--simulate", type=number_from(2), metavar="N", help="run two steps on each of N ranks, a few at a time and "
         "without the others, and compare their collectives, in place of ranks with one process")  # fmt: skip
     add("--output", default=".", metavar="FOLDER", help="where certificate.json and certificate.md go (default: here)")

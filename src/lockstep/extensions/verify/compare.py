@@ -125,6 +125,7 @@ class Comparison:
         zero: names of parameters whose gradient was zero in all steps, or rounding compared with the largest.
         zero_share: the fraction of a model's elements that are in `untouched` or `zero`.
         vacuous: reasons why agreement would prove nothing.
+        samples: outcome of the comparison of samples, if they do not differ.
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -136,6 +137,7 @@ class Comparison:
     zero: list[str] = field(default_factory=list)
     zero_share: float = 0.0
     vacuous: list[str] = field(default_factory=list)
+    samples: str = "each once"
 
     @property
     def first(self) -> Difference | None:
@@ -168,7 +170,7 @@ class Comparison:
         if found:
             return f"DIFFERENT: {min(found, key=_place)}"
         if kind == SAMPLES:
-            return "each once"
+            return self.samples
         if kind in self.largest:
             return f"equal to within {max(self.largest[kind], 1e-17):.0e}"
         return "equal"
@@ -196,7 +198,12 @@ class Numbers:
         single: the run of one process.
         tolerance: returns the largest difference that counts as equal.
         tiny: elements of gradients below this fraction of the largest are rounding errors.
+
+    Attributes:
+        names: names of both runs in messages.
     """
+
+    names = ("on the ranks", "on one process")
 
     def __init__(self, ranks: Recording, single: Recording, tolerance: Tolerance, tiny: float = _TINY) -> None:
         self.ranks = ranks
@@ -240,7 +247,7 @@ class Numbers:
             difference = Difference(RATES, event["number"], update, "learning rate", deviating, text=text)
             self.result.differences.append(difference)
         elif any(abs(a - b) > 1e-9 * abs(b) for a, b in zip(event["rates"], own["rates"], strict=False)):
-            text = f"learning rate {event['rates']} on {len(rates)} ranks, {own['rates']} on one process"
+            text = f"learning rate {event['rates']} {self.names[0]}, {own['rates']} {self.names[1]}"
             self.result.differences.append(Difference(RATES, event["number"], update, "", (), text=text))
 
     def _compare_steps(self) -> None:
@@ -252,7 +259,7 @@ class Numbers:
         self.result.count(STEPS, min(counts))
         if len({*counts, own}) > 1:
             least = min(*counts, own)
-            text = f"optimizer steps by rank: {', '.join(map(str, counts))}; on one process: {own}"
+            text = f"optimizer steps by rank: {', '.join(map(str, counts))}; {self.names[1]}: {own}"
             self.result.differences.append(Difference(STEPS, least, least, "steps", text=text))
 
     # -- tensors

@@ -17,6 +17,9 @@ from typing import Any
 
 from lockstep.extensions.verify.settings import Settings
 
+_MODULE = "lockstep.extensions.verify.server"
+_SERVE = f"import sys; here = sys.path.pop(0); import {_MODULE} as server; sys.path.insert(0, here); server.main()"
+"""Program of the server. It imports torch without the current folder, whose files may have names that torch imports."""
 _POLL_SECONDS = 0.05
 _DEADLOCK_SECONDS = 5.0
 """Seconds after which ranks that wait in different collectives count as deadlocked."""
@@ -92,7 +95,7 @@ class Server:
     """
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "lockstep.extensions.verify.server"]
+        command = [sys.executable, "-c", _SERVE]
         # CUDA is hidden before torch is imported. One OpenMP thread: a pool of threads does not survive a fork
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
@@ -168,9 +171,9 @@ class Forked:
         return int(text) if text else None
 
     def kill(self) -> None:
-        """Kill the process and all processes that it started, and wait until it has ended."""
+        """Kill the process, and wait until it has ended. After a run the server ends all processes that it started."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.number, signal.SIGKILL)
+            os.kill(self.number, signal.SIGKILL)
         while self.poll() is None:
             time.sleep(_POLL_SECONDS / 10)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ class Request:
         strategy: strategy that Trainers use on several ranks; "" for their own.
         patience: time limits of a run.
         keep: folder in which the recordings are kept; None: they are deleted.
+        against: git revision with which the working tree is compared; "" for other checks.
     """
 
     words: tuple[str, ...]
@@ -39,6 +40,7 @@ class Request:
     strategy: str = ""
     patience: Patience = field(default_factory=Patience)
     keep: Path | None = None
+    against: str = ""
 
 
 class Runs:
@@ -50,6 +52,8 @@ class Runs:
         server: starts processes.
 
     Attributes:
+        home: folder whose script is run.
+        moved: a folder, and its copy from which the script imports instead; empty: none.
         float64: True if the script computes in float64.
         rank_by_rank: True if one process gets the ranks' micro-batches one after another.
     """
@@ -58,6 +62,8 @@ class Runs:
         self.request = request
         self.folder = folder
         self.server = server
+        self.home = Path.cwd()
+        self.moved: tuple[str, ...] = ()
         self.float64 = True
         self.rank_by_rank = False
         self._number = 0
@@ -153,7 +159,7 @@ class Runs:
     def _run(self, name: str, settings: Settings, after: Recording | None = None, together: int = 0) -> Recording:
         self._number += 1
         settings = replace(settings, folder=str(self.folder / f"{self._number}-{name}"))
-        source = Path.cwd() if after is None else after.first.folder.parent / settings.working_folder.name
+        source = self.home if after is None else after.first.folder.parent / settings.working_folder.name
         working_copy(source, settings.working_folder)
         endings = run(self.server, settings, self.request.patience, together)
         ranks = [replace(settings, rank=rank) for rank in range(settings.world)]
@@ -168,32 +174,43 @@ class Runs:
             float64=self.float64,
             rank_by_rank=self.rank_by_rank,
             strategy=self.request.strategy,
-            home=str(Path.cwd()),
+            home=str(self.home),
+            moved=self.moved,
         )
 
 
-def working_copy(source: Path, target: Path) -> Path:
+def working_copy(source: Path, target: Path, names: Sequence[str] | None = None) -> Path:
     """Copy a folder for one run, so that other runs do not find the files that this run writes.
 
     Small files are copied. Large files, hidden folders, and folders after the first 3,000 entries are linked.
 
+    Args:
+        source: the folder.
+        target: the copy. What it has is kept.
+        names: paths in the folder of what is copied; None: everything.
+
     Returns:
         ``target``.
     """
-    _copy(source.absolute(), target, [_MAX_ENTRIES], target.absolute())
+    remaining = [_MAX_ENTRIES]
+    for name in os.listdir(source) if names is None else names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        _copy(source.absolute() / name, target / name, remaining, target.absolute())
+    target.mkdir(parents=True, exist_ok=True)  # also of an empty folder
     return target
 
 
 def _copy(source: Path, target: Path, remaining: list[int], root: Path) -> None:
-    target.mkdir(parents=True)
-    for entry in os.scandir(source):
-        remaining[0] -= 1
-        there = target / entry.name
-        if root.is_relative_to(Path(entry.path)):
-            continue  # the copy itself, if it is inside the folder that is copied
-        if entry.is_dir(follow_symlinks=False) and remaining[0] > 0 and not entry.name.startswith("."):
-            _copy(Path(entry.path), there, remaining, root)
-        elif entry.is_file(follow_symlinks=False) and entry.stat().st_size <= _LARGE:
-            shutil.copy2(entry.path, there)
-        else:
-            there.symlink_to(os.path.abspath(entry.path))
+    remaining[0] -= 1
+    # the copy itself, if it is inside the folder that is copied
+    if root.is_relative_to(source) or target.exists():
+        return
+    is_link = source.is_symlink()
+    if source.is_dir() and not is_link and remaining[0] > 0 and not source.name.startswith("."):
+        target.mkdir()
+        for entry in source.iterdir():
+            _copy(entry, target / entry.name, remaining, root)
+    elif source.is_file() and not is_link and source.stat().st_size <= _LARGE:
+        shutil.copy2(source, target)
+    else:
+        target.symlink_to(source)

@@ -1,4 +1,4 @@
-"""Server that imports torch once and forks the processes of runs (`python -m lockstep.extensions.verify.server`)."""
+"""Server that imports torch once and forks the processes of runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,9 +16,11 @@ import torch
 
 from lockstep.extensions.verify.child import run
 from lockstep.extensions.verify.settings import Settings
-from lockstep.launch.parent_death import end_with
+from lockstep.launch.parent_death import end_with, prctl
 
 _POLL_SECONDS = 0.05
+_ORPHAN_SECONDS = 2.0
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def serve() -> None:
@@ -34,7 +37,10 @@ def serve() -> None:
         for number in list(running):
             ended, status = os.waitpid(number, os.WNOHANG)
             if ended:
-                running.pop(number).write_text(str(os.waitstatus_to_exitcode(status)))
+                folder = running.pop(number)
+                if not running:
+                    _end_orphans()
+                folder.write_text(str(os.waitstatus_to_exitcode(status)))
         # with a timeout, so that exit codes are collected while no order arrives
         if not select.select([0], [], [], _POLL_SECONDS)[0]:
             continue
@@ -51,15 +57,29 @@ def serve() -> None:
             running[number] = Path(order["folder"]) / "exit"
             os.write(1, f"{number}\n".encode())
     for number in running:
-        os.killpg(number, signal.SIGKILL)
-        os.waitpid(number, 0)
+        os.kill(number, signal.SIGKILL)
+    _end_orphans()
+
+
+def _end_orphans() -> None:
+    """Wait shortly for the processes that ended ranks have left, then kill them. The system gives them to this process.
+
+    Some end by themselves, and delete shared memory first.
+    """
+    children, until = Path(f"/proc/self/task/{os.getpid()}/children"), time.monotonic() + _ORPHAN_SECONDS
+    while children.exists() and (found := children.read_text().split()):
+        for number in map(int, found):
+            if time.monotonic() > until:
+                os.kill(number, signal.SIGKILL)
+            os.waitpid(number, os.WNOHANG)
+        time.sleep(_POLL_SECONDS)
 
 
 def _run_rank(order: dict[str, Any], server: int) -> NoReturn:
     """Run a script in this forked process, and exit."""
     code = 1
     try:
-        # a session of its own: the rank is killed with all that it started
+        # a session of its own, so that Ctrl-C does not reach the script
         os.setsid()
         end_with(server)
         os.environ.update(order["environ"])
@@ -79,6 +99,10 @@ def _run_rank(order: dict[str, Any], server: int) -> NoReturn:
         os._exit(code)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Serve until the process that has started this one ends."""
     end_with(os.getppid())
+    found = prctl()
+    if found is not None:
+        found(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     serve()

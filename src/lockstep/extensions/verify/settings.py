@@ -36,7 +36,8 @@ class Settings:
         rank_by_rank: True if the samples come one rank after another, not joined to one batch.
         strategy: strategy that Trainers use on several ranks; "" for their own.
         overrides: names of what is disabled, changed or observed in addition, such as "clipping".
-        home: the user's current folder; the script runs in a copy of it.
+        home: the user's current folder, or its copy at another revision; the script runs in a copy of it.
+        moved: a folder, and its copy from which the script imports instead; empty: none.
         port: free port that the script reads as MASTER_PORT.
         simulated: True if the other ranks do not exist and collectives send nothing.
     """
@@ -55,6 +56,7 @@ class Settings:
     strategy: str = ""
     overrides: tuple[str, ...] = ()
     home: str = ""
+    moved: tuple[str, ...] = ()
     port: int = 0
     simulated: bool = False
 

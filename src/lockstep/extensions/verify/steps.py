@@ -184,6 +184,7 @@ class Steps:
             name=type(optimizer).__name__,
             number=self._made[number],
             rates=self._own_rates,
+            options=[_options(optimizer, group) for group in optimizer.param_groups],
             backwards=self.watch.backwards,
             names={self._keys[id(p)]: names.get(id(p), f"parameter {self._keys[id(p)]}") for p in parameters},
             unknown=[self._keys[id(p)] for p in parameters if id(p) not in names],
@@ -298,6 +299,12 @@ def strided_sums(gradient: Tensor) -> Tensor:
     flat = dense(gradient.detach()).reshape(-1).double()
     missing = -len(flat) % STRIDE
     return torch.nn.functional.pad(flat, (0, missing)).view(-1, STRIDE).sum(0)
+
+
+def _options(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, str]:
+    """Return the class and options of an optimizer's group as text, without objects, whose text may have an address."""
+    options = {name: str(value) for name, value in group.items() if isinstance(value, int | float | str | tuple)}
+    return {"class": type(optimizer).__name__, **options}
 
 
 def _parameters(owner: nn.Module | Optimizer) -> Iterable[Tensor]:

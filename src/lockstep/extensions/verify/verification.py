@@ -45,7 +45,7 @@ _SPREAD = 30.0
 """Factor by which a difference may exceed the spread that rounding causes."""
 _OWN_PRECISION = 1e-5
 """Smallest tolerance for a script that computes in its own precision."""
-_CERTAIN = 1e-5
+CERTAIN = 1e-5
 """Differences in float64 above this are not rounding; smaller ones are compared with the spread of rounding."""
 _MAX_UNTRAINED = 0.1
 """Largest fraction of a model's elements that may get no gradient."""
@@ -267,7 +267,7 @@ class Verification:
         comparison = Numbers(ranks, single, exact).compare()
         first = comparison.first
         float64 = self.runs.float64
-        if first is None or (float64 and not first.size < _CERTAIN):
+        if first is None or (float64 and not first.size < CERTAIN):
             return comparison
         # the same samples in another order: all that differs is rounding
         backwards = tuple(reversed(range(self.request.devices)))
