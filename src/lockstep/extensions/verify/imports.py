@@ -88,6 +88,9 @@ class _ChangingLoader(Loader):
 def trainer_changes(settings: Settings) -> dict[str, Change]:
     """Return {name of a module: function that changes it}, to make Trainers use the ranks of this run."""
     found: dict[str, Change] = dict.fromkeys(_TRAINERS, functools.partial(_set_flags, settings))
+    found["transformers.training_args"] = _use_cpu
+    # it would be compiled, and no training step calls it
+    found["deepspeed.comm.torch"] = lambda module: patch(module, "build_shm_op", lambda: None)
     if settings.simulated:
         # ranks of lockstep's that run alone would wait for the others at a port, and for their votes to stop
         found["lockstep.cluster.rendezvous"] = lambda module: patch(
@@ -114,6 +117,18 @@ def _set_flags(settings: Settings, module: ModuleType) -> None:
         original(trainer, *args, **kwargs)
 
     patch(kind, "__init__", init)
+
+
+def _use_cpu(module: ModuleType) -> None:
+    """Set ``use_cpu`` in Hugging Face's training arguments, which else refuse ``bf16=True`` on a machine without a GPU."""
+    original = module.TrainingArguments.__post_init__
+
+    @functools.wraps(original)
+    def post_init(arguments: Any) -> None:
+        arguments.use_cpu = True
+        original(arguments)
+
+    patch(module.TrainingArguments, "__post_init__", post_init)
 
 
 def _agree_alone(module: ModuleType) -> None:

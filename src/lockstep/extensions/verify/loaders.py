@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import pickle
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.extensions.verify.float64 import widen
 from lockstep.extensions.verify.nudge import NUDGED, move_batch
+from lockstep.extensions.verify.recordings import Event
 from lockstep.extensions.verify.settings import location, stack
 from lockstep.extensions.verify.watch import Stop, Watch, patch
 
@@ -96,7 +98,7 @@ class Loaders:
         self._iterations: Counter[int] = Counter()  # iterations that have started, by number
         self._training: set[int] = set()
         # of the ranks whose samples this process is fed
-        self._lengths = {event["loader"]: event["length"] for event in watch.events_of_rank_0("length")}
+        self._lengths = _lengths_of(watch.events_of_rank_0("length"), watch.events_of_rank_0("iteration"))
         self._started = {(each["loader"], each["iteration"]) for each in watch.events_of_rank_0("batch", "iterated")}
 
     def install(self) -> None:
@@ -116,7 +118,7 @@ class Loaders:
                 return self._lengths[known.place] * times
             found = length(loader)
             if known is not None and not self.watch.settings.is_replay:
-                self.watch.journal.record("length", loader=known.place, length=found)
+                self.watch.journal.record("length", loader=known.place, length=found, data=id(loader.dataset))
             return found
 
         patch(DataLoader, "__init__", init)
@@ -150,8 +152,10 @@ class Loaders:
             raise Stop
         is_over = self.watch.is_done or 0 < settings.max_epochs <= iteration or self.watch.has_join_ended
         if is_over and number in self._training:
-            # the order of this epoch shows whether the sampler shuffles again
-            if not settings.is_replay and not isinstance(loader.dataset, IterableDataset):
+            # the order of this epoch shows whether the sampler shuffles again, unless the script handles the early end
+            # of the epoch (PyTorch-Ignite reads on, in the same epoch)
+            is_new = not isinstance(sys.exc_info()[1], StopIteration)
+            if is_new and not settings.is_replay and not isinstance(loader.dataset, IterableDataset):
                 with self.watch.inside_loader():
                     self._describe(loader, number, iteration)
                     order = itertools.islice(_indexed(loader), _ORDER)
@@ -239,6 +243,9 @@ class Loaders:
             shuffles=bool(getattr(sampler, "shuffle", type(sampler).__name__ == "RandomSampler")),
             epoch=getattr(sampler, "epoch", None),
             share=[getattr(sampler, name, None) for name in ("rank", "num_replicas", "seed")],
+            place=self._known[id(loader)].place,
+            length=_length(batches),
+            data=id(dataset),
             probe=_probe(whole) if is_sized and iteration == 0 else None,
             grad=torch.is_grad_enabled(),
             step=self.watch.steps,
@@ -325,6 +332,21 @@ class Loaders:
             for batch in batches
         )
         return join_batches(batches)
+
+
+def _lengths_of(lengths: list[Event], iterations: list[Event]) -> dict[int, int]:
+    """Return the lengths that loaders had on rank 0, by their place.
+
+    Accelerate's ``prepare`` replaces a loader by one that reads a rank's share of the same data. Then the first one,
+    whose length a script may have read for a schedule, gets the length of the second one: in one process they agree.
+    """
+    found = {event["loader"]: event["length"] for event in lengths}
+    iterated = {event["place"] for event in iterations}
+    for each in iterations:
+        for event in lengths:
+            if event["data"] == each["data"] and event["loader"] not in iterated and each["length"] is not None:
+                found[event["loader"]] = each["length"]
+    return found
 
 
 def _random_states() -> bytes:

@@ -17,6 +17,12 @@ from typing import Any
 
 from lockstep.extensions.verify.settings import Settings
 
+_LIBRARIES = {
+    # without it, Accelerate and Hugging Face's Trainer start no process group on a machine without an accelerator
+    "ACCELERATE_USE_CPU": "true",
+    "DS_ACCELERATOR": "cpu",
+}
+"""Variables that let libraries train on several ranks of a CPU; a library's own launcher sets them there."""
 _POLL_SECONDS = 0.05
 _DEADLOCK_SECONDS = 5.0
 """Seconds after which ranks that wait in different collectives count as deadlocked."""
@@ -126,6 +132,7 @@ class Server:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(settings.port),
             "TORCHELASTIC_RUN_ID": "verify",
+            **_LIBRARIES,
         }
         order = json.dumps({"settings": settings.write(), "folder": str(settings.own_folder), "environ": environ})
         assert self.process.stdin is not None
