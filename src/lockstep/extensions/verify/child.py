@@ -37,6 +37,7 @@ def run(settings: Settings) -> None:
         seed(SEED + settings.rank)
     if settings.float64:
         float64.enter()
+    float64.disable_autocast()
     forwards = Forwards(watch)
 
     def change_sharded(module: ModuleType) -> None:

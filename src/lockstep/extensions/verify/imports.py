@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lockstep.extensions.verify.settings import Settings
@@ -91,6 +92,7 @@ def trainer_changes(settings: Settings) -> dict[str, Change]:
     found["transformers.training_args"] = _use_cpu
     # it would be compiled, and no training step calls it
     found["deepspeed.comm.torch"] = lambda module: patch(module, "build_shm_op", lambda: None)
+    found["deepspeed.accelerator.cpu_accelerator"] = _support_float64
     if settings.simulated:
         # ranks of lockstep's that run alone would wait for the others at a port, and for their votes to stop
         found["lockstep.cluster.rendezvous"] = lambda module: patch(
@@ -129,6 +131,12 @@ def _use_cpu(module: ModuleType) -> None:
         original(arguments)
 
     patch(module.TrainingArguments, "__post_init__", post_init)
+
+
+def _support_float64(module: ModuleType) -> None:
+    """Let DeepSpeed reduce gradients in float64, which it does not count among a CPU's dtypes."""
+    original = module.CPU_Accelerator.supported_dtypes
+    patch(module.CPU_Accelerator, "supported_dtypes", lambda own: [torch.float64, *original(own)])
 
 
 def _agree_alone(module: ModuleType) -> None:

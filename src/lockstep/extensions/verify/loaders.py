@@ -24,7 +24,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.extensions.verify.float64 import widen
 from lockstep.extensions.verify.nudge import NUDGED, move_batch
-from lockstep.extensions.verify.recordings import Event
+from lockstep.extensions.verify.processes import Ending
+from lockstep.extensions.verify.recordings import Event, RankRecording
 from lockstep.extensions.verify.settings import location, stack
 from lockstep.extensions.verify.watch import Stop, Watch, patch
 
@@ -99,6 +100,7 @@ class Loaders:
         self._training: set[int] = set()
         # of the ranks whose samples this process is fed
         self._lengths = _lengths_of(watch.events_of_rank_0("length"), watch.events_of_rank_0("iteration"))
+        self._dispatched = _batches_per_backward(watch)
         self._started = {(each["loader"], each["iteration"]) for each in watch.events_of_rank_0("batch", "iterated")}
 
     def install(self) -> None:
@@ -304,7 +306,10 @@ class Loaders:
         seen: set[str] = set()
         for at in itertools.count():
             paths = [Path(folder) / _name(number, iteration, at) for folder in settings.feed]
-            if settings.rank_by_rank:
+            if number in self._dispatched:
+                group = self._dispatched[number]
+                paths = [Path(settings.feed[0]) / _name(number, iteration, at * group + each) for each in range(group)]
+            elif settings.rank_by_rank:
                 ranks = len(settings.feed)
                 paths = [Path(settings.feed[at % ranks]) / _name(number, iteration, at // ranks)]
             parts = [torch.load(path, weights_only=False) for path in paths if path.exists()]
@@ -319,6 +324,8 @@ class Loaders:
                 # an empty batch would fail in most collate functions
                 parts = [part for part in parts if part["samples"]] or parts[:1]
             self.watch.chunks = tuple(len(part["samples"]) for part in parts)
+            if number in self._dispatched:
+                self.watch.chunks = _shares(sum(self.watch.chunks), len(settings.feed))
             if parts[0]["whole"]:
                 yield functools.partial(self._join, loader.collate_fn or default_convert, parts)
             else:
@@ -332,6 +339,31 @@ class Loaders:
             for batch in batches
         )
         return join_batches(batches)
+
+
+def _batches_per_backward(watch: Watch) -> dict[int, int]:
+    """Return how many batches rank 0 reads for each backward from loaders that only rank 0 reads, by their number.
+
+    Such a loader's batches are sent to the other ranks, as Accelerate does with an IterableDataset: either one batch
+    that is divided among the ranks, or one for each rank.
+    """
+    others = [RankRecording(Path(folder), Ending("done")) for folder in watch.settings.feed[1:]]
+    read = {event["loader"] for rank in others for event in rank.find("batch")}
+    if not others:
+        return {}
+    found: Counter[int] = Counter()
+    backwards = 0
+    # between the first two backwards, as batches may be read ahead before the first one
+    for event in watch.events_of_rank_0("batch", "backward"):
+        backwards += event["kind"] == "backward"
+        if backwards == 1 and event["kind"] == "batch" and event["loader"] not in read:
+            found[event["loader"]] += 1
+    return dict(found)
+
+
+def _shares(number: int, ranks: int) -> tuple[int, ...]:
+    """Divide a number of samples among ranks."""
+    return tuple(number * (rank + 1) // ranks - number * rank // ranks for rank in range(ranks))
 
 
 def _lengths_of(lengths: list[Event], iterations: list[Event]) -> dict[int, int]:
