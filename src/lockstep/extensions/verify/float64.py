@@ -66,6 +66,7 @@ def _is_smaller(value: object) -> bool:
 def enter() -> None:
     """Make float64 the default dtype."""
     torch.set_default_dtype(torch.float64)
+    patch(torch, "FloatTensor", torch.DoubleTensor)
     patch(torch, "set_default_dtype", lambda d, /: None)
     from_numpy = torch.from_numpy
     # the mode of functions.py does not see this function

@@ -235,13 +235,9 @@ class Forwards:
         run = torch.autograd.backward
 
         @functools.wraps(backward)
-        def tensor_backward(
-            tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-        ) -> None:
+        def tensor_backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
             with self._one_backward(tensor):
-                # not Tensor.backward, which switches the mode of functions.py off: it must also see the Python code that
-                # a backward calls, such as the forwards that a checkpoint repeats
-                run(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+                backward(tensor, *args, **kwargs)
 
         @functools.wraps(run)
         def autograd_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:

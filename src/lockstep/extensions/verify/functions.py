@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from lockstep.extensions.verify import float64
 from lockstep.extensions.verify.calls import Calls
 from lockstep.extensions.verify.own_batches import OwnBatches
 from lockstep.extensions.verify.settings import location
-from lockstep.extensions.verify.watch import Watch
+from lockstep.extensions.verify.watch import Watch, patch
 
 KEPT = ("own draw", "rank 0's draw")
 """Kinds of events for a draw in which one process keeps its own random numbers, or uses rank 0's for all ranks."""
@@ -60,6 +61,15 @@ class Functions(TorchFunctionMode):
         self._calls = Calls(watch)
         self._own_batches = OwnBatches(watch)
         self._own_batches.install()
+        run_backward = torch.autograd._engine_run_backward
+
+        @functools.wraps(run_backward)
+        def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+            # torch switches the mode off within backward, but the forwards that a checkpoint repeats need it
+            with self:
+                return run_backward(*args, **kwargs)
+
+        patch(torch.autograd, "_engine_run_backward", run_in_mode)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Arguments = (), kwargs: Keywords | None = None
