@@ -1,11 +1,12 @@
 """TRL: DPOTrainer on pairs of answers."""
 
 from tiny import sentences, tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from trl import DPOConfig, DPOTrainer
 
 from datasets import Dataset
 
+set_seed(0)  # the reference model has the same weights on all ranks
 tokens = tokenizer()
 config = LlamaConfig(
     vocab_size=len(tokens), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
