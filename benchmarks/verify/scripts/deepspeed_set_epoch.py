@@ -1,4 +1,4 @@
-"""DeepSpeed: initialize() with a config and a sampler that gets the epoch, ZeRO stage 1, --local_rank as its launcher passes it."""
+"""DeepSpeed: initialize() with a config, a sampler that gets the epoch, --local_rank as its launcher passes it."""
 
 import argparse
 

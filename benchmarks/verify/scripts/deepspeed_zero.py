@@ -37,7 +37,7 @@ model = Net()
 engine, optimizer, loader, _ = deepspeed.initialize(
     model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), training_data=data, config=config
 )
-for epoch in range(2):
+for _epoch in range(2):
     for x, y in loader:
         loss = engine(x.to(engine.device), y.to(engine.device))
         engine.backward(loss)

@@ -27,7 +27,7 @@ loader = DataLoader(TensorDataset(torch.randn(96, 1, 8, 8)), batch_size=4, shuff
 warmup = 2 * accelerator.num_processes
 lr_scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=warmup, num_training_steps=len(loader) * 2)
 model, optimizer, loader, lr_scheduler = accelerator.prepare(model, optimizer, loader, lr_scheduler)
-for epoch in range(2):
+for _epoch in range(2):
     for (images,) in loader:
         noise = torch.randn(images.shape)
         timesteps = torch.randint(0, noise_scheduler.config.num_train_timesteps, (len(images),)).long()

@@ -1,9 +1,9 @@
 """fastai: a Learner in distrib_ctx."""
 
+import fastai.callback.schedule
+import fastai.distributed  # noqa: F401, adds distrib_ctx
 import torch
 from fastai.basics import DataLoader, DataLoaders, Learner, accuracy
-import fastai.callback.schedule  # noqa: F401, adds fit_one_cycle
-import fastai.distributed  # noqa: F401, adds distrib_ctx
 from torch import nn
 
 torch.manual_seed(0)

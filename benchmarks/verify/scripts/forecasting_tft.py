@@ -9,7 +9,9 @@ from pytorch_forecasting.metrics import QuantileLoss
 pl.seed_everything(42)
 draw = np.random.default_rng(0)
 frames = [
-    pd.DataFrame({"time": np.arange(60), "series": str(name), "value": np.sin(np.arange(60) / 5 + name) + draw.random(60)})
+    pd.DataFrame(
+        {"time": np.arange(60), "series": str(name), "value": np.sin(np.arange(60) / 5 + name) + draw.random(60)}
+    )
     for name in range(8)
 ]
 data = TimeSeriesDataSet(

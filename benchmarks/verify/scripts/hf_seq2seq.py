@@ -1,5 +1,6 @@
 """Hugging Face Seq2SeqTrainer: T5 on pairs of sentences of different lengths."""
 
+from datasets import Dataset
 from tiny import sentences, tokenizer
 from transformers import (
     DataCollatorForSeq2Seq,
@@ -8,8 +9,6 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
-
-from datasets import Dataset
 
 tokens = tokenizer()
 data = Dataset.from_dict({"source": sentences(200, 0), "target": sentences(200, 1)})

@@ -1,9 +1,8 @@
 """Hugging Face Trainer: gradient accumulation, warmup, cosine rates and clipping, texts of different lengths."""
 
+from datasets import Dataset
 from tiny import sentences, tokenizer
 from transformers import DataCollatorForLanguageModeling, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-
-from datasets import Dataset
 
 tokens = tokenizer()
 data = Dataset.from_dict({"text": sentences(256)})

@@ -1,10 +1,9 @@
 """Hugging Face Trainer: text classification with an evaluation each epoch and compute_metrics."""
 
 import numpy as np
+from datasets import Dataset
 from tiny import sentences, tokenizer
 from transformers import BertConfig, BertForSequenceClassification, DataCollatorWithPadding, Trainer, TrainingArguments
-
-from datasets import Dataset
 
 tokens = tokenizer()
 texts = sentences(300)

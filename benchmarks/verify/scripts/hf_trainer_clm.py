@@ -1,9 +1,8 @@
 """Hugging Face Trainer: a causal language model on texts of different lengths, padded by the collator."""
 
+from datasets import Dataset
 from tiny import sentences, tokenizer
 from transformers import DataCollatorForLanguageModeling, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-
-from datasets import Dataset
 
 tokens = tokenizer()
 data = Dataset.from_dict({"text": sentences(256)})

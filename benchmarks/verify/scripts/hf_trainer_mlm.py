@@ -1,9 +1,8 @@
 """Hugging Face Trainer: masked language model; the collator draws which tokens are masked."""
 
+from datasets import Dataset
 from tiny import sentences, tokenizer
 from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
-
-from datasets import Dataset
 
 tokens = tokenizer()
 data = Dataset.from_dict({"text": sentences(256)})

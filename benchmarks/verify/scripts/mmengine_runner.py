@@ -21,17 +21,17 @@ data = [(torch.randn(20, generator=draw), int(torch.randint(4, (), generator=dra
 runner = Runner(
     model=Model(),
     work_dir="work",
-    train_dataloader=dict(
-        dataset=data,
-        batch_size=8,
-        num_workers=0,
-        sampler=dict(type="DefaultSampler", shuffle=True),
-        collate_fn=dict(type="default_collate"),
-    ),
-    train_cfg=dict(by_epoch=True, max_epochs=2),
-    optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.01, momentum=0.9)),
+    train_dataloader={
+        "dataset": data,
+        "batch_size": 8,
+        "num_workers": 0,
+        "sampler": {"type": "DefaultSampler", "shuffle": True},
+        "collate_fn": {"type": "default_collate"},
+    },
+    train_cfg={"by_epoch": True, "max_epochs": 2},
+    optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01, "momentum": 0.9}},
     launcher="pytorch",
-    env_cfg=dict(dist_cfg=dict(backend="gloo")),
-    randomness=dict(seed=0),
+    env_cfg={"dist_cfg": {"backend": "gloo"}},
+    randomness={"seed": 0},
 )
 runner.train()

@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
+from datasets import Dataset
 from sentence_transformers.cross_encoder import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments, losses
 from tiny import sentences, tokenizer
 from transformers import BertConfig, BertForSequenceClassification
-
-from datasets import Dataset
 
 tokens = tokenizer()
 folder = Path("tiny-bert")

@@ -1,5 +1,6 @@
 """Sentence Transformers: MultipleNegativesRankingLoss, whose negatives are the other pairs of a rank's batch."""
 
+from datasets import Dataset
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -8,8 +9,6 @@ from sentence_transformers import (
 )
 from sentence_transformers.models import StaticEmbedding
 from tiny import sentences, tokenizer
-
-from datasets import Dataset
 
 model = SentenceTransformer(modules=[StaticEmbedding(tokenizer().backend_tokenizer, embedding_dim=32)], device="cpu")
 trainer = SentenceTransformerTrainer(

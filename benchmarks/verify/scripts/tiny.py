@@ -5,7 +5,10 @@ import random
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-WORDS = "the a small large red green old new cat dog bird fox runs sleeps jumps sees over under with near".split()
+WORDS = [
+    *("the", "a", "small", "large", "red", "green", "old", "new", "cat", "dog"),
+    *("bird", "fox", "runs", "sleeps", "jumps", "sees", "over", "under", "with", "near"),
+]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
@@ -14,7 +17,13 @@ def tokenizer():
     found = Tokenizer(models.WordLevel({word: at for at, word in enumerate([*SPECIAL, *WORDS])}, unk_token="[UNK]"))
     found.pre_tokenizer = pre_tokenizers.Whitespace()
     found.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    names = dict(pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
+    names = {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": "[MASK]",
+    }
     return PreTrainedTokenizerFast(tokenizer_object=found, bos_token="[CLS]", eos_token="[SEP]", **names)
 
 

@@ -13,7 +13,7 @@ model = DDP(nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 data = TensorDataset(torch.randn(53, 8), torch.randn(53, 1))
 share = Subset(data, range(dist.get_rank(), len(data), dist.get_world_size()))
-for epoch in range(2):
+for _epoch in range(2):
     loader = DataLoader(share, batch_size=4)
     with Join([model]):
         for x, y in loader:

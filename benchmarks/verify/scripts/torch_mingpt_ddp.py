@@ -53,7 +53,7 @@ sampler = DistributedSampler(train)
 loader = DataLoader(train, batch_size=32, num_workers=2, sampler=sampler)
 for epoch in range(2):
     sampler.set_epoch(epoch)
-    for iteration, (source, targets) in enumerate(loader):
+    for _iteration, (source, targets) in enumerate(loader):
         _, loss = model(source, targets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()

@@ -1,10 +1,9 @@
 """TRL: DPOTrainer on pairs of answers."""
 
+from datasets import Dataset
 from tiny import sentences, tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from trl import DPOConfig, DPOTrainer
-
-from datasets import Dataset
 
 set_seed(0)  # the reference model has the same weights on all ranks
 tokens = tokenizer()

@@ -1,10 +1,9 @@
 """TRL: RewardTrainer on pairs of answers."""
 
+from datasets import Dataset
 from tiny import sentences, tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification
 from trl import RewardConfig, RewardTrainer
-
-from datasets import Dataset
 
 tokens = tokenizer()
 config = LlamaConfig(

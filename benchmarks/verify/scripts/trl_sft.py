@@ -1,10 +1,9 @@
 """TRL: SFTTrainer on plain texts."""
 
+from datasets import Dataset
 from tiny import sentences, tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
-
-from datasets import Dataset
 
 tokens = tokenizer()
 config = LlamaConfig(

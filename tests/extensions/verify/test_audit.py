@@ -63,7 +63,10 @@ def test_the_page_has_a_row_for_each_script(tmp_path: Path, monkeypatch: pytest.
         ('[[script]]\nname = "x"', "script '' is not a file in the folder of the list"),
         ('[[script]]\nscript = "train.py"\nshows = "x.py"', "shows 'x.py' is not a file"),
         ('[[script]]\nscript = "train.py"\ndevices = "2"', "devices is '2', but should be a number"),
-        ('[[script]]\nscript = "train.py"\npatch = [["a", "b"]]', "patch ('a', 'b'): pass pairs of a text in the script"),
+        (
+            '[[script]]\nscript = "train.py"\npatch = [["a", "b"]]',
+            "patch ('a', 'b'): pass pairs of a text in",
+        ),
         ('[[script]]\nscript = "train.py"\nexpected = "fine"', "expected is 'fine': use 'alike', 'different' or"),
         ("[[script", "corpus.toml is not a valid TOML file"),
         ("", "corpus.toml lists no script"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.extensions.verify.certificate import ALIKE
+from lockstep.extensions.verify.certificate import ALIKE, UNKNOWN
 from tests.extensions.verify.small_script import LOOP, SET_EPOCH, SHARED_OUT, Certify, changed
 
 READS_ON = """\
@@ -112,12 +112,28 @@ SAME_AS_ONE_PROCESS = {
     ],
     "an_optimizer_of_a_partition_of_the_parameters": [
         ("DistributedDataParallel(make_model())", "make_model()"),
+        ("nn.Linear(32, 1)", "nn.Linear(32, 1, bias=False)"),  # the partitions have equal sizes
         (LOOP, OWN_PARTITION),
     ],
+    "a_gpu_that_is_chosen_but_not_used": [(SET_EPOCH, SET_EPOCH + '    torch.cuda.set_device(int(os.environ["RANK"]))\n')],
     "no_process_group_without_the_variable_of_accelerate": [
         (SET_EPOCH, SET_EPOCH + '    assert os.environ["ACCELERATE_USE_CPU"] == "true"\n')
     ],
 }
+
+
+INTERLEAVED = OWN_PARTITION.replace(".chunk(world)[rank]", ".view(-1, world)[:, rank]").replace(
+    "nn.utils.vector_to_parameters(torch.cat(parts)", "nn.utils.vector_to_parameters(torch.stack(parts, 1).flatten()"
+)
+
+
+@pytest.mark.slow
+def test_partitions_in_another_order_than_the_parameters_are_not_called_different(certify: Certify) -> None:
+    """ZeRO stage 3 was called different in its first parameters."""
+    *changes, _ = SAME_AS_ONE_PROCESS["an_optimizer_of_a_partition_of_the_parameters"]
+    certificate = certify(changed(*changes, (LOOP, INTERLEAVED)))
+    assert certificate.verdict == UNKNOWN, str(certificate)
+    assert "verify the script with stage 2" in certificate.reasons[0]
 
 
 @pytest.mark.slow

@@ -49,6 +49,8 @@ def run(settings: Settings) -> None:
         each.install()
     # compiled code rounds in another way than eager code, and the runs compile different shapes
     patch(torch, "compile", _do_not_compile)
+    # launchers choose a GPU before they know if there is one
+    patch(torch.cuda, "set_device", lambda device: None)
     sys.addaudithook(partial(_record_process, watch))
     try:
         with Functions(watch):

@@ -122,7 +122,7 @@ def _set_flags(settings: Settings, module: ModuleType) -> None:
 
 
 def _use_cpu(module: ModuleType) -> None:
-    """Set ``use_cpu`` in Hugging Face's training arguments, which else refuse ``bf16=True`` on a machine without a GPU."""
+    """Set ``use_cpu`` in Hugging Face's training arguments, which otherwise refuse ``bf16=True`` without a GPU."""
     original = module.TrainingArguments.__post_init__
 
     @functools.wraps(original)
