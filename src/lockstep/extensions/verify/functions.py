@@ -22,6 +22,9 @@ from lockstep.extensions.verify.watch import Watch, patch
 KEPT = ("own draw", "rank 0's draw")
 """Kinds of events for a draw in which one process keeps its own random numbers, or uses rank 0's for all ranks."""
 
+PERMUTED = "joined permutation"
+"""Kind of the event for a permutation that joins those of the ranks; a script may use only a part of it."""
+
 _DRAWS = {
     *("randn", "rand", "randint", "randperm", "randn_like", "rand_like", "randint_like", "normal", "bernoulli"),
     *("multinomial", "poisson", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_"),
@@ -132,6 +135,7 @@ class Functions(TorchFunctionMode):
         if name == "randperm" and sum(map(len, parts)) == len(result):
             # each rank permutes its own samples, which follow those of the ranks before it
             offsets = itertools.accumulate(map(len, parts), initial=0)
+            self._record(PERMUTED, name)
             shared: Tensor | None = torch.cat([part + first for part, first in zip(parts, offsets, strict=False)])
         else:
             shared = _fitting(parts, result)
