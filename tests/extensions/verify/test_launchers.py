@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.extensions.verify.certificate import ALIKE, UNKNOWN
-from tests.extensions.verify.small_script import LOOP, LOSS, SET_EPOCH, SHARED_OUT, Certify, changed
+from tests.extensions.verify.small_script import LOOP, LOSS, MODEL, SET_EPOCH, SHARED_OUT, Certify, changed
 
 READS_ON = """\
 for epoch in range(3):
@@ -116,7 +116,10 @@ SAME_AS_ONE_PROCESS = {
         (LOOP, OWN_PARTITION),
     ],
     "a_random_part_of_each_batch": [(LOSS, "F.mse_loss(model(x[(i := torch.randperm(len(x))[:4])]), y[i])")],
-    "a_gpu_that_is_chosen_but_not_used": [(SET_EPOCH, SET_EPOCH + '    torch.cuda.set_device(int(os.environ["RANK"]))\n')],
+    "a_gpu_that_is_chosen_but_not_used": [
+        (SET_EPOCH, SET_EPOCH + '    torch.cuda.set_device(int(os.environ["RANK"]))\n'),
+        (MODEL, "DistributedDataParallel(make_model(), device_ids=[rank], output_device=rank)"),
+    ],
     "no_process_group_without_the_variable_of_accelerate": [
         (SET_EPOCH, SET_EPOCH + '    assert os.environ["ACCELERATE_USE_CPU"] == "true"\n')
     ],
