@@ -203,9 +203,12 @@ def page(results: Sequence[Result]) -> str:
     counts = Counter(result.verdict for result in results)
     summary = ", ".join(f"{number} {verdict}" for verdict, number in counts.most_common())
     lines = [
-        "# Audit",
+        "# Audit of scripts",
         "",
-        f"{len(results)} scripts, each verified on ranks and as one process: {summary}.",
+        "`lockstep verify` ran each script on ranks, and in one process with the same samples, and compared both step by "
+        "step. What is known about a verdict is below the table.",
+        "",
+        f"{len(results)} scripts: {summary}.",
         "",
         "| package | version | script | verdict | first difference | cause | seconds |",
         "|---|---|---|---|---|---|---|",
@@ -232,7 +235,7 @@ def _details(result: Result) -> list[str]:
         lines += [f"- first difference: {found.first}", f"- cause: {found.cause or 'not found'}", ""]
     elif found.reasons:
         lines += [f"- {reason}" for reason in found.reasons] + [""]
-    lines += [entry.known, ""] if entry.known else []
+    lines += [entry.known.strip(), ""] if entry.known else []
     if entry.shows:
         lines += ["```python", entry.shows, "```", ""]
     return lines[:-1]
