@@ -26,7 +26,7 @@ _WORDS = {"str": "a text", "int": "a number", "tuple[str, ...]": "a list", "tupl
 
 
 @dataclass(frozen=True)
-class Entry:
+class ListedScript:
     """Entry of the file: a script, and how it is verified.
 
     Attributes:
@@ -57,8 +57,8 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Result:
-    """Result of an entry.
+class ScriptVerdict:
+    """Verdict on a listed script.
 
     Attributes:
         entry: the entry.
@@ -66,7 +66,7 @@ class Result:
         certificate: its certificate, or None if it was not run.
     """
 
-    entry: Entry
+    entry: ListedScript
     release: str
     certificate: Certificate | None
 
@@ -98,7 +98,7 @@ def audit(path: Path, report: Path, silence: float) -> int:
     """
     entries = read(path)
     report = report.absolute()
-    results: list[Result] = []
+    results: list[ScriptVerdict] = []
     for entry in entries:
         results.append(_run(entry, path.parent, Patience(silence, 10 * silence)))
         note = "" if results[-1].is_expected else f" (expected: {entry.expected})"
@@ -108,7 +108,7 @@ def audit(path: Path, report: Path, silence: float) -> int:
     return 1 if DIFFERENT in unexpected else 2 if unexpected else 0
 
 
-def read(path: Path) -> list[Entry]:
+def read(path: Path) -> list[ListedScript]:
     """Read the entries of a TOML file, each a table ``[[script]]``.
 
     Raises:
@@ -129,9 +129,9 @@ def read(path: Path) -> list[Entry]:
     return [_entry(f"{path}, script {number}", table, path.parent) for number, table in enumerate(tables, 1)]
 
 
-def _entry(where: str, table: dict[str, Any], folder: Path) -> Entry:
+def _entry(where: str, table: dict[str, Any], folder: Path) -> ListedScript:
     """Create an entry from a table. ``where`` names the table in messages."""
-    kinds = {field.name: str(field.type) for field in fields(Entry)}
+    kinds = {field.name: str(field.type) for field in fields(ListedScript)}
     found = {name: _plain(value) for name, value in table.items()}
     for name, value in found.items():
         if name not in kinds:
@@ -153,7 +153,7 @@ def _entry(where: str, table: dict[str, Any], folder: Path) -> Entry:
             raise MisconfigurationException(f"{where}: patch {pair}: pass pairs of a text in the script and a new text")
     if found.get("shows"):
         found["shows"] = (folder / found["shows"]).read_text().strip()
-    entry = Entry(**found)
+    entry = ListedScript(**found)
     return entry if entry.name else replace(entry, name=entry.script)
 
 
@@ -162,14 +162,14 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if isinstance(value, list) else value
 
 
-def _run(entry: Entry, folder: Path, patience: Patience) -> Result:
+def _run(entry: ListedScript, folder: Path, patience: Patience) -> ScriptVerdict:
     """Verify an entry's script in a copy of the folder."""
     try:
         release = version(entry.package)
     except PackageNotFoundError:
         release = ""
     if not all(map(_exists, entry.needs)):
-        return Result(entry, release, None)
+        return ScriptVerdict(entry, release, None)
     before = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as temporary:
         copy = working_copy(folder, Path(temporary) / "work")
@@ -184,7 +184,7 @@ def _run(entry: Entry, folder: Path, patience: Patience) -> Result:
             certificate = verify(Request(words, entry.devices, entry.steps, patience=patience))
         finally:
             os.chdir(before)
-    return Result(entry, release, certificate)
+    return ScriptVerdict(entry, release, certificate)
 
 
 def _exists(module: str) -> bool:
@@ -198,7 +198,7 @@ def _exists(module: str) -> bool:
 # -- the page
 
 
-def page(results: Sequence[Result]) -> str:
+def page(results: Sequence[ScriptVerdict]) -> str:
     """Return the page as Markdown: a table of all results, and details on those that are not alike."""
     counts = Counter(result.verdict for result in results)
     summary = ", ".join(f"{number} {verdict}" for verdict, number in counts.most_common())
@@ -225,7 +225,7 @@ def page(results: Sequence[Result]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _details(result: Result) -> list[str]:
+def _details(result: ScriptVerdict) -> list[str]:
     """Return the lines about one result."""
     entry, found = result.entry, result.certificate
     lines = [f"## {entry.name}: {result.verdict}", ""]
