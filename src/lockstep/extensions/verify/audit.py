@@ -205,8 +205,8 @@ def page(results: Sequence[ScriptVerdict]) -> str:
     lines = [
         "# Audit of scripts",
         "",
-        "`lockstep verify` ran each script on ranks, and in one process with the same samples, and compared both step by "
-        "step. What is known about a verdict is below the table.",
+        "`lockstep verify` ran each script on ranks, and in one process with the same samples, and compared both step "
+        "by step. What is known about a verdict is below the table.",
         "",
         f"{len(results)} scripts: {summary}.",
         "",
