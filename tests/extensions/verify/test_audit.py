@@ -45,7 +45,7 @@ def test_the_page_has_a_row_for_each_script(tmp_path: Path, monkeypatch: pytest.
     assert "3 scripts: 1 alike, 1 different, 1 not installed." in page
     rows = [line for line in page.splitlines() if line.startswith("| torch |")]
     assert "| healthy | alike |" in rows[0]
-    assert "| without a sampler | different | every rank gets sample" in rows[1]
+    assert "| without a sampler | different | step 0: every rank gets sample" in rows[1]
     assert "Each rank reads all samples.\n\n```python\nprint('each rank reads all')\n```" in page
     assert "| no-such-distribution |  | other | not installed |" in page
     assert str(tmp_path) not in page
