@@ -28,6 +28,7 @@ CUDAS_ALONE = {
     "extensions/deepspeed/config.py": "DeepSpeed's overlap_comm",
     "extensions/parallel/hooks/hook_transport.py": "the devices that torch.futures knows",
     "engines/ranks.py": "NCCL",
+    "extensions/verify/child.py": "a GPU that a verified script chooses, before it finds out that there is none",
 }
 """File -> what is in it that only CUDA has."""
 

@@ -192,4 +192,10 @@ PARTS = (
         OPTIONAL,
         since="2.12",
     ),
+    Part(
+        "torch.autograd._engine_run_backward",
+        "extensions/verify/functions.py",
+        "the mode that verifies a script, active in what a backward calls in Python",
+        CARE,
+    ),
 )

@@ -376,9 +376,7 @@ BAD = {
     "endless": replaced(BASE, ("import os", "import itertools"), ("range(3)", "itertools.count()")),
     "endless_without_step": replaced(BASE, ("import os", "import os\nimport time"), (DDP, WAIT + DDP)),
     "needs_arguments": replaced(BASE, ("import os", "import argparse"), (MAIN, MAIN + REQUIRED)),
-    "needs_gpu": replaced(
-        BASE, (MAIN, MAIN + '    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\n'), ('"gloo"', '"nccl"')
-    ),
+    "needs_gpu": replaced(BASE, (MAIN, MAIN + "    torch.zeros(1).cuda()\n"), ('"gloo"', '"nccl"')),
     "no_step": replaced(BASE, (BACKWARD, ""), (STEP, "")),
     "three_samples": replaced(BASE, ("n=96", "n=3")),
     **{name: (SCRIPTS / f"bad/{name}.py").read_text() for name in ("not_replayable", "too_large")},

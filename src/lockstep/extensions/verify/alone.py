@@ -13,7 +13,7 @@ from lockstep.extensions.verify.calls import TRACE, first_other_line
 from lockstep.extensions.verify.causes import gradient_factor
 from lockstep.extensions.verify.compare import Reason, by_rank, own_gradients
 from lockstep.extensions.verify.diagnose import Parts
-from lockstep.extensions.verify.functions import KEPT
+from lockstep.extensions.verify.functions import KEPT, PERMUTED
 from lockstep.extensions.verify.loaders import DRAWS
 from lockstep.extensions.verify.nudge import NUDGED, STILL, compares_samples
 from lockstep.extensions.verify.recordings import Recording
@@ -163,7 +163,7 @@ class RanksAlone:
 
     def _draws_own(self) -> bool:
         """Return True if steps use random numbers that differ between ranks and that one process cannot reproduce."""
-        if any(event["grad"] for event in self.single.first.find(*KEPT)):
+        if any(event["grad"] for event in self.single.first.find(*KEPT, PERMUTED)):
             return True
         paths = [sorted(rank.folder.glob("random-*.pkl")) for rank in self.ranks.ranks]
         states = {tuple(path.read_bytes() for path in own) for own in paths}

@@ -265,8 +265,8 @@ class Causes:
         constant = shares.constant()
         if constant is not None:
             return self._explain_loss(constant * self.size)
-        if not shares.fits or not shares.sum_to_one:
-            # a rank's gradient is then not the gradient of its samples
+        if not shares.fits or not shares.sum_to_one or min(shares.first_micro_batches()) < 1e-6:
+            # a rank's gradient is then not the gradient of its samples, or one process did not use all samples
             return self._find_rank_read()
         weights = "; ".join(f"rank {rank}: {weight:.3g}" for rank, weight in enumerate(shares.first_micro_batches()))
         proof = f"weights of the ranks' gradients in one process: {weights}; in the mean over ranks {1 / self.size:.3g}"

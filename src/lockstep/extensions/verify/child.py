@@ -39,6 +39,7 @@ def run(settings: Settings) -> None:
         seed(SEED + settings.rank)
     if settings.float64:
         float64.enter()
+    float64.disable_autocast()
     forwards = Forwards(watch)
 
     def change_sharded(module: ModuleType) -> None:
@@ -51,6 +52,8 @@ def run(settings: Settings) -> None:
     # compiled code rounds in another way than eager code, and the runs compile different shapes
     patch(torch, "compile", _do_not_compile)
     patch(os, "_exit", partial(_leave, watch, os._exit, os.getpid()))
+    # launchers choose a GPU before they know if there is one
+    patch(torch.cuda, "set_device", lambda device: None)
     sys.addaudithook(partial(_record_process, watch))
     if settings.moved:
         # packages next to the script, such as those of src/, come from the copy as well

@@ -28,6 +28,7 @@ examples:
   lockstep verify --output report -m project.train
   lockstep verify train.py --simulate 64
   lockstep verify train.py --against HEAD
+  lockstep verify corpus.toml --report audit.md          verify all scripts that a file lists
 """
 
 
@@ -57,6 +58,10 @@ def verify(words: Sequence[str]) -> int:
             f"--keep {options.keep}: the folder exists already. Pass the name of a new folder"
         )
     check_script("lockstep verify", options.module, script)
+    if options.module is None and script[0].endswith(".toml"):
+        from lockstep.extensions.verify.audit import audit
+
+        return audit(Path(script[0]), Path(options.report), options.patience)
 
     # not at the top: errors in options are reported without waiting for the import of torch
     from lockstep.extensions.verify.against import RevisionCheck
@@ -104,5 +109,7 @@ def _parser() -> CommandParser:
     add("--output", default=".", metavar="FOLDER", help="where certificate.json and certificate.md go (default: here)")
     add("--patience", type=float, default=90.0, metavar="S", help="seconds without any event of a rank after which it "
         "counts as stuck; a run may take ten times as long (default: 90)")  # fmt: skip
+    add("--report", default="audit.md", metavar="FILE", help="page with the verdicts on the scripts that a .toml file "
+        "lists (default: audit.md); devices and steps are fields of the file")  # fmt: skip
     add("--keep", metavar="FOLDER", help="keep the recordings in a new folder (default: they are deleted)")
     return parser

@@ -64,12 +64,17 @@ def _is_smaller(value: object) -> bool:
 
 
 def enter() -> None:
-    """Make float64 the default dtype, and disable autocast and gradient scalers."""
+    """Make float64 the default dtype."""
     torch.set_default_dtype(torch.float64)
+    patch(torch, "FloatTensor", torch.DoubleTensor)
     patch(torch, "set_default_dtype", lambda d, /: None)
     from_numpy = torch.from_numpy
     # the mode of functions.py does not see this function
     patch(torch, "from_numpy", lambda array: widen(from_numpy(array)))
+
+
+def disable_autocast() -> None:
+    """Disable autocast and gradient scalers, also where a script keeps its own precision: their rounding is larger."""
     for kind in (torch.amp.autocast, torch.amp.GradScaler):
         original: Callable[..., None] = vars(kind)["__init__"]
 

@@ -118,7 +118,9 @@ class Forwards:
                 widen_module(module)
             if kwargs.pop("mixed_precision", None) is not None:
                 watch.journal.record_once(MIXED_PRECISION, name="DistributedDataParallel(mixed_precision=...)")
-            original(wrapper, module, *args, **kwargs)
+            # a rank's GPU, which a CPU does not have
+            kwargs = {name: value for name, value in kwargs.items() if name not in ("device_ids", "output_device")}
+            original(wrapper, module, None, None, *args[2:], **kwargs)
             if watch.settings.simulated:
                 register(wrapper, None, fake_group.bucket_hook(watch))
             self._wrapped |= {id(each) for each in module.modules()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,13 @@ from lockstep.extensions.verify import float64
 from lockstep.extensions.verify.calls import Calls
 from lockstep.extensions.verify.own_batches import OwnBatches
 from lockstep.extensions.verify.settings import location
-from lockstep.extensions.verify.watch import Watch
+from lockstep.extensions.verify.watch import Watch, patch
 
 KEPT = ("own draw", "rank 0's draw")
 """Kinds of events for a draw in which one process keeps its own random numbers, or uses rank 0's for all ranks."""
+
+PERMUTED = "joined permutation"
+"""Kind of the event for a permutation that joins those of the ranks; a script may use only a part of it."""
 
 _DRAWS = {
     *("randn", "rand", "randint", "randperm", "randn_like", "rand_like", "randint_like", "normal", "bernoulli"),
@@ -60,6 +64,15 @@ class Functions(TorchFunctionMode):
         self._calls = Calls(watch)
         self._own_batches = OwnBatches(watch)
         self._own_batches.install()
+        run_backward = torch.autograd._engine_run_backward
+
+        @functools.wraps(run_backward)
+        def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+            # torch switches the mode off within backward, but the forwards that a checkpoint repeats need it
+            with self:
+                return run_backward(*args, **kwargs)
+
+        patch(torch.autograd, "_engine_run_backward", run_in_mode)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Arguments = (), kwargs: Keywords | None = None
@@ -122,6 +135,7 @@ class Functions(TorchFunctionMode):
         if name == "randperm" and sum(map(len, parts)) == len(result):
             # each rank permutes its own samples, which follow those of the ranks before it
             offsets = itertools.accumulate(map(len, parts), initial=0)
+            self._record(PERMUTED, name)
             shared: Tensor | None = torch.cat([part + first for part, first in zip(parts, offsets, strict=False)])
         else:
             shared = _fitting(parts, result)

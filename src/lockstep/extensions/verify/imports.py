@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lockstep.extensions.verify.settings import Settings
@@ -88,6 +89,10 @@ class _ChangingLoader(Loader):
 def trainer_changes(settings: Settings) -> dict[str, Change]:
     """Return {name of a module: function that changes it}, to make Trainers use the ranks of this run."""
     found: dict[str, Change] = dict.fromkeys(_TRAINERS, functools.partial(_set_flags, settings))
+    found["transformers.training_args"] = _use_cpu
+    # it would be compiled, and no training step calls it
+    found["deepspeed.comm.torch"] = lambda module: patch(module, "build_shm_op", lambda: None)
+    found["deepspeed.accelerator.cpu_accelerator"] = _support_float64
     if settings.simulated:
         # ranks of lockstep's that run alone would wait for the others at a port, and for their votes to stop
         found["lockstep.cluster.rendezvous"] = lambda module: patch(
@@ -114,6 +119,24 @@ def _set_flags(settings: Settings, module: ModuleType) -> None:
         original(trainer, *args, **kwargs)
 
     patch(kind, "__init__", init)
+
+
+def _use_cpu(module: ModuleType) -> None:
+    """Set ``use_cpu`` in Hugging Face's training arguments, which otherwise refuse ``bf16=True`` without a GPU."""
+    original = module.TrainingArguments.__post_init__
+
+    @functools.wraps(original)
+    def post_init(arguments: Any) -> None:
+        arguments.use_cpu = True
+        original(arguments)
+
+    patch(module.TrainingArguments, "__post_init__", post_init)
+
+
+def _support_float64(module: ModuleType) -> None:
+    """Let DeepSpeed reduce gradients in float64, which it does not count among a CPU's dtypes."""
+    original = module.CPU_Accelerator.supported_dtypes
+    patch(module.CPU_Accelerator, "supported_dtypes", lambda own: [torch.float64, *original(own)])
 
 
 def _agree_alone(module: ModuleType) -> None:

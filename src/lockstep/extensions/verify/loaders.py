@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import pickle
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.extensions.verify.float64 import widen
 from lockstep.extensions.verify.nudge import NUDGED, move_batch
+from lockstep.extensions.verify.processes import Ending
+from lockstep.extensions.verify.recordings import Event, RankRecording
 from lockstep.extensions.verify.settings import location, stack
 from lockstep.extensions.verify.watch import Stop, Watch, patch
 
@@ -102,7 +105,8 @@ class Loaders:
         self._iterations: Counter[int] = Counter()  # iterations that have started, by number
         self._training: set[int] = set()
         # of the ranks whose samples this process is fed
-        self._lengths = {event["loader"]: event["length"] for event in watch.events_of_rank_0("length")}
+        self._lengths = _lengths_of(watch.events_of_rank_0("length"), watch.events_of_rank_0("iteration"))
+        self._dispatched = _batches_per_backward(watch)
         self._started = {(each["loader"], each["iteration"]) for each in watch.events_of_rank_0("batch", "iterated")}
 
     def install(self) -> None:
@@ -122,7 +126,7 @@ class Loaders:
                 return self._lengths[known.place] * times
             found = length(loader)
             if known is not None and not self.watch.settings.is_replay:
-                self.watch.journal.record("length", loader=known.place, length=found)
+                self.watch.journal.record("length", loader=known.place, length=found, data=id(loader.dataset))
             return found
 
         patch(DataLoader, "__init__", init)
@@ -156,8 +160,10 @@ class Loaders:
             raise Stop
         is_over = self.watch.is_done or 0 < settings.max_epochs <= iteration or self.watch.has_join_ended
         if is_over and number in self._training:
-            # the order of this epoch shows whether the sampler shuffles again
-            if not settings.is_replay and not isinstance(loader.dataset, IterableDataset):
+            # the order of this epoch shows whether the sampler shuffles again, unless the script handles the early end
+            # of the epoch (PyTorch-Ignite reads on, in the same epoch)
+            is_new = not isinstance(sys.exc_info()[1], StopIteration)
+            if is_new and not settings.is_replay and not isinstance(loader.dataset, IterableDataset):
                 with self.watch.inside_loader():
                     self._describe(loader, number, iteration)
                     order = itertools.islice(_indexed(loader), _ORDER)
@@ -245,6 +251,9 @@ class Loaders:
             shuffles=bool(getattr(sampler, "shuffle", type(sampler).__name__ == "RandomSampler")),
             epoch=getattr(sampler, "epoch", None),
             share=[getattr(sampler, name, None) for name in ("rank", "num_replicas", "seed")],
+            place=self._known[id(loader)].place,
+            length=_length(batches),
+            data=id(dataset),
             probe=_probe(whole) if is_sized and iteration == 0 else None,
             grad=torch.is_grad_enabled(),
             step=self.watch.steps,
@@ -303,7 +312,10 @@ class Loaders:
         seen: set[str] = set()
         for at in itertools.count():
             paths = [Path(folder) / _name(number, iteration, at) for folder in settings.feed]
-            if settings.rank_by_rank:
+            if number in self._dispatched:
+                group = self._dispatched[number]
+                paths = [Path(settings.feed[0]) / _name(number, iteration, at * group + each) for each in range(group)]
+            elif settings.rank_by_rank:
                 ranks = len(settings.feed)
                 paths = [Path(settings.feed[at % ranks]) / _name(number, iteration, at // ranks)]
             parts = [torch.load(path, weights_only=False) for path in paths if path.exists()]
@@ -320,6 +332,8 @@ class Loaders:
             is_split = f"{SPLIT} {number}" in settings.overrides
             for own in [[part] for part in parts] if is_split else [parts]:
                 self.watch.chunks = tuple(len(part["samples"]) for part in own)
+                if number in self._dispatched:
+                    self.watch.chunks = _shares(sum(self.watch.chunks), len(settings.feed))
                 if own[0]["whole"]:
                     yield functools.partial(self._join, loader.collate_fn or default_convert, own)
                 else:
@@ -333,6 +347,46 @@ class Loaders:
             for batch in batches
         )
         return join_batches(batches)
+
+
+def _batches_per_backward(watch: Watch) -> dict[int, int]:
+    """Return how many batches rank 0 reads for each backward from loaders that only rank 0 reads, by their number.
+
+    Such a loader's batches are sent to the other ranks, as Accelerate does with an IterableDataset: either one batch
+    that is divided among the ranks, or one for each rank.
+    """
+    others = [RankRecording(Path(folder), Ending("done")) for folder in watch.settings.feed[1:]]
+    read = {event["loader"] for rank in others for event in rank.find("batch")}
+    if not others:
+        return {}
+    found: Counter[int] = Counter()
+    backwards = 0
+    # between the first two backwards, as batches may be read ahead before the first one
+    for event in watch.events_of_rank_0("batch", "backward"):
+        backwards += event["kind"] == "backward"
+        if backwards == 1 and event["kind"] == "batch" and event["loader"] not in read:
+            found[event["loader"]] += 1
+    return dict(found)
+
+
+def _shares(number: int, ranks: int) -> tuple[int, ...]:
+    """Divide a number of samples among ranks."""
+    return tuple(number * (rank + 1) // ranks - number * rank // ranks for rank in range(ranks))
+
+
+def _lengths_of(lengths: list[Event], iterations: list[Event]) -> dict[int, int]:
+    """Return the lengths that loaders had on rank 0, by their place.
+
+    Accelerate's ``prepare`` replaces a loader by one that reads a rank's share of the same data. Then the first one,
+    whose length a script may have read for a schedule, gets the length of the second one: in one process they agree.
+    """
+    found = {event["loader"]: event["length"] for event in lengths}
+    iterated = {event["place"] for event in iterations}
+    for each in iterations:
+        for event in lengths:
+            if event["data"] == each["data"] and event["loader"] not in iterated and each["length"] is not None:
+                found[event["loader"]] = each["length"]
+    return found
 
 
 def _random_states() -> bytes:

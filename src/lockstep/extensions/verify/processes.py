@@ -20,6 +20,12 @@ from lockstep.extensions.verify.settings import Settings
 _MODULE = "lockstep.extensions.verify.server"
 _SERVE = f"import sys; here = sys.path.pop(0); import {_MODULE} as server; sys.path.insert(0, here); server.main()"
 """Program of the server. It imports torch without the current folder, whose files may have names that torch imports."""
+_LIBRARIES = {
+    # without it, Accelerate and Hugging Face's Trainer start no process group on a machine without an accelerator
+    "ACCELERATE_USE_CPU": "true",
+    "DS_ACCELERATOR": "cpu",
+}
+"""Variables that let libraries train on several ranks of a CPU; a library's own launcher sets them there."""
 _POLL_SECONDS = 0.05
 _DEADLOCK_SECONDS = 5.0
 """Seconds after which ranks that wait in different collectives count as deadlocked."""
@@ -126,9 +132,16 @@ class Server:
             "WORLD_SIZE": str(settings.world),
             "LOCAL_WORLD_SIZE": str(settings.world),
             "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_RANK": str(settings.rank),
+            "ROLE_WORLD_SIZE": str(settings.world),
+            "ROLE_NAME": "default",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(settings.port),
             "TORCHELASTIC_RUN_ID": "verify",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            **_LIBRARIES,
         }
         order = json.dumps({"settings": settings.write(), "folder": str(settings.own_folder), "environ": environ})
         assert self.process.stdin is not None

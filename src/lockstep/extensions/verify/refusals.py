@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from torch import Tensor
+
 from lockstep.extensions.verify.compare import COLLECTIVES, GRADIENTS, Difference, Reason, by_rank, uneven
 from lockstep.extensions.verify.recordings import Event, RankRecording, Recording
 
@@ -93,6 +95,22 @@ def check_single(single: Recording) -> str:
             "with one process (WORLD_SIZE=1) the script makes no optimizer step: let it train with one process as well"
         )
     return reason
+
+
+def check_parts(ranks: Recording, single: Recording) -> str:
+    """Explain why parts of parameters, whose places in the parameters are unknown, cannot be compared. Return "" else.
+
+    DeepSpeed's ZeRO stage 3 steps such parts: an optimizer's parameter has the parts of many parameters of the model.
+    """
+    step = ranks.first.steps[0]
+    own, whole = (run.first.load("first", step["optimizer"]) for run in (ranks, single))
+    pairs = [(own.get(key), whole.get(key)) for key in step["unknown"]]
+    if not any(isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape != b.shape for a, b in pairs):
+        return ""
+    return (
+        "the optimizer steps parts of the parameters that belong to no module, so their places in the parameters are "
+        "unknown, as with ZeRO stage 3: verify the script with stage 2, or with fully_shard"
+    )
 
 
 def _follows_other(rank: RankRecording) -> bool:

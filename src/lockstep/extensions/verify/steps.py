@@ -58,7 +58,7 @@ class Steps:
         @functools.wraps(add)
         def add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
             add(optimizer, group)
-            self._register(optimizer)
+            self._register(optimizer, optimizer.param_groups[-1]["params"])
 
         patch(Optimizer, "add_param_group", add_param_group)
         register_optimizer_step_pre_hook(self._before)
@@ -82,12 +82,12 @@ class Steps:
         is_replay = self.watch.settings.is_replay
         self.watch.on_training_start = self._load_first_parameters if is_replay else self._divide_overrides
 
-    def _register(self, optimizer: Optimizer) -> None:
-        """Assign keys to the parameters of an optimizer's newest group, and observe their gradients."""
+    def _register(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+        """Assign keys to parameters of an optimizer that have none, and observe their gradients."""
         number = self._numbers.setdefault(id(optimizer), len(self._numbers))
         self._made.setdefault(number, 0)
         position = sum(1 for key in self._keys.values() if key.startswith(f"{number}."))
-        for parameter in optimizer.param_groups[-1]["params"]:
+        for parameter in parameters:
             if self.watch.settings.float64:
                 widen_in_place(parameter)
             if id(parameter) in self._own:
@@ -164,6 +164,8 @@ class Steps:
             raise Stop
         self.watch.start_training()
         parameters = list(_parameters(optimizer))
+        # DeepSpeed puts its own parameters into the groups of an optimizer
+        self._register(optimizer, parameters)
         if self._made[number] == 0:
             self._save("first", self._values(parameters), number)
         self._own_rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]

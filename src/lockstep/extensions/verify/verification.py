@@ -21,6 +21,7 @@ from lockstep.extensions.verify.compare import (
     BUFFERS,
     CLIPPED,
     EXACT,
+    FIRST,
     GRADIENTS,
     PARAMETERS,
     RATES,
@@ -179,6 +180,9 @@ class Verification:
         first = self.comparison.first
         if window is not None and (first is None or window[0].update <= first.update):
             return self._certify_different(ranks, *window)
+        reason = refusals.check_parts(ranks, single) if first is not None and first.kind == FIRST else ""
+        if reason:
+            return self._certify_unknown(reason)
         if first is not None:
             late_calls = lambda update: self.runs.on_ranks(f"{TRACE_LATE} {update}")  # noqa: E731
             cause = Causes(first, ranks, single, self._agrees_with, self.splits_model, late_calls).find()
