@@ -225,7 +225,7 @@ class Verified(Protocol):
         """The verdict: "alike", "different" or "could not tell"."""
 
     @property
-    def first(self) -> str:
+    def first_difference(self) -> str:
         """Description of the first difference; "" if there is none."""
 
     @property

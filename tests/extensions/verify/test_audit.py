@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from lockstep.cli.run import main
 from tests.extensions.verify.small_script import SCRIPT
 
-pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+pytest.importorskip("tomllib")
 
 CORPUS = """\
 [[script]]
@@ -67,7 +66,6 @@ def test_the_page_has_a_row_for_each_script(tmp_path: Path, monkeypatch: pytest.
             '[[script]]\nscript = "train.py"\npatch = [["a", "b"]]',
             "patch ('a', 'b'): pass pairs of a text in",
         ),
-        ('[[script]]\nscript = "train.py"\nexpected = "fine"', "expected is 'fine': use 'alike', 'different' or"),
         ("[[script", "corpus.toml is not a valid TOML file"),
         ("", "corpus.toml lists no script"),
     ],

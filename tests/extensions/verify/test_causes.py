@@ -140,6 +140,11 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
         "ranks skip different batches",
         "for i, (x, y)",
     ),
+    "a step that a rank leaves out by its own loss": (
+        ((STEP, "        if loss.item() > 2.2:\n            continue\n" + STEP),),
+        "ranks skip different steps",
+        "optimizer.step()",
+    ),
     "a criterion with parameters, which is in no wrapper": (
         (
             (MODEL + "\n", MODEL + "\nscale = nn.Linear(1, 1)\n"),
@@ -210,7 +215,7 @@ def test_samples_that_ranks_share_are_named(name: str, certify: Certify) -> None
     certificate = certify(changed(*changes))
     judge(certificate, changed(*changes), words, "for i, (x, y)")
     if "seed for each rank" in name:
-        assert "of 96 are on no rank" in certificate.first
+        assert "of 96 are on no rank" in certificate.first_difference
 
 
 @pytest.mark.slow
@@ -349,6 +354,22 @@ def test_a_rank_that_has_made_its_steps_inside_join_is_not_called_one_that_other
 
 
 @pytest.mark.slow
+def test_an_optimizer_of_rank_0_alone_cannot_be_verified(certify: Certify) -> None:
+    """Rank 0 was stopped after its steps, and rank 1 waited for its broadcasts: it was called a deadlock."""
+    alone = """\
+        for p in model.parameters():
+            dist.reduce(p.grad, 0)
+        if rank == 0:
+            optimizer.step()
+        for p in model.parameters():
+            dist.broadcast(p.data, 0)
+"""
+    certificate = certify(changed((MODEL, "make_model()"), (STEP, alone)))
+    assert certificate.verdict == UNKNOWN
+    assert certificate.reasons[0].startswith("rank 1 made no optimizer step, but others did"), str(certificate)
+
+
+@pytest.mark.slow
 def test_a_gradient_that_a_rank_scales_is_named_with_its_line(certify: Certify) -> None:
     """It was called a window that is synchronized only in part."""
     scale = "[p.grad.mul_(1 + 0.01 * rank) for p in model.parameters()]"
@@ -401,28 +422,38 @@ def test_a_mean_of_means_of_lightnings_is_named_with_the_modules_names(certify: 
     """Its steps are closures: gradients were taken for unknown, and parameters had no names."""
     pytest.importorskip("lightning")
     certificate = certify(LIGHTNING)
-    assert "gradient of net.1.weight" in certificate.first
+    assert "gradient of net.1.weight" in certificate.first_difference
     judge(certificate, LIGHTNING, "a mean of means", "trainer.fit(")
 
 
 BF16 = "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
 POLICY = ((MODEL + "\n", SHARDED.replace("fully_shard(model)", BF16)), (LOSS, "F.mse_loss(model(x).float(), y)"))
-EXPECTED: dict[str, Changes] = {
-    "MixedPrecisionPolicy was disabled": POLICY,
-    "in-batch negatives": ((LOSS, "F.cross_entropy(-torch.cdist(model(x), y), torch.arange(len(x)))"),),
-    "each rank draws its own random numbers from Python's": (
-        (LOSS, "F.mse_loss(model(x * random.uniform(0.5, 1.5)), y)"),
+OWN_NUMBERS = "each rank draws its own random numbers from Python's"
+RANK = "rank, world = dist.get_rank(), dist.get_world_size()\n"
+OWN_GENERATOR = (LOSS, "F.mse_loss(model(x * own.uniform(0.5, 1.5)), y)")
+EXPECTED: dict[str, tuple[str, Changes]] = {
+    "policy": ("MixedPrecisionPolicy was disabled", POLICY),
+    "negatives": (
+        "in-batch negatives",
+        ((LOSS, "F.cross_entropy(-torch.cdist(model(x), y), torch.arange(len(x)))"),),
+    ),
+    "random": (OWN_NUMBERS, ((LOSS, "F.mse_loss(model(x * random.uniform(0.5, 1.5)), y)"),)),
+    # with generators of their own, the code seemed to depend on the rank
+    "random.Random": (OWN_NUMBERS, ((RANK, f"{RANK}own = random.Random(rank)\n"), OWN_GENERATOR)),
+    "numpy.default_rng": (
+        OWN_NUMBERS,
+        ((RANK, f"{RANK}import numpy\nown = numpy.random.default_rng(rank)\n"), OWN_GENERATOR),
     ),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", EXPECTED)
-def test_an_expected_difference_is_noted(words: str, certify: Certify) -> None:
+@pytest.mark.parametrize(("words", "changes"), EXPECTED.values(), ids=list(EXPECTED))
+def test_an_expected_difference_is_noted(words: str, changes: Changes, certify: Certify) -> None:
     """With rank 0's random numbers of Python's for the samples of each, the code seemed to depend on the rank."""
-    certificate = certify(changed(*EXPECTED[words]))
+    certificate = certify(changed(*changes))
     assert certificate.verdict == ALIKE, str(certificate)
-    assert any(words in note for note in certificate.nature)
+    assert any(words in note for note in certificate.notes)
 
 
 FLAT = """\

@@ -20,12 +20,12 @@ CERTIFICATE = {
     "verdict": str,
     "precision": str,
     "rows": list,
-    "first": str,
+    "first_difference": str,
     "cause": str,
-    "proof": str,
+    "evidence": str,
     "reasons": list,
-    "nature": list,
-    "course": list,
+    "notes": list,
+    "gradient_differences": list,
     "seconds": float,
 }
 ROW = {"what": str, "number": str, "outcome": str}
@@ -37,7 +37,8 @@ def types(values: dict[str, Any]) -> dict[str, type]:
 
 def test_fields_and_their_types_are_those_of_schema_1(tmp_path: Path) -> None:
     rows = (Row("gradients", "20", "equal"),)
-    made = Certificate("train.py", 2, 5, DIFFERENT, rows=rows, reasons=("a",), nature=("b",), course=(0.5, math.nan))
+    sizes = (0.5, math.nan)
+    made = Certificate("train.py", 2, 5, DIFFERENT, rows=rows, reasons=("a",), notes=("b",), gradient_differences=sizes)
     write([made], tmp_path)
     text = (tmp_path / "certificate.json").read_text()
     report = json.loads(text, parse_constant=lambda name: f"not JSON: {name}")
@@ -47,8 +48,8 @@ def test_fields_and_their_types_are_those_of_schema_1(tmp_path: Path) -> None:
     assert types(found) == CERTIFICATE
     assert types(found["rows"][0]) == ROW
     assert found["reasons"] == ["a"]
-    assert found["nature"] == ["b"]
-    assert found["course"] == [0.5, None]
+    assert found["notes"] == ["b"]
+    assert found["gradient_differences"] == [0.5, None]
     assert (ALIKE, DIFFERENT, UNKNOWN) == ("alike", "different", "could not tell")
 
 

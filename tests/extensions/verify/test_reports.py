@@ -99,7 +99,7 @@ HEALTHY = {
 def test_a_right_report_is_alike(name: str, certify: Certify) -> None:
     certificate = certify(evaluating(HEALTHY[name]))
     assert certificate.verdict == ALIKE, str(certificate)
-    assert not certificate.nature, str(certificate)
+    assert not certificate.notes, str(certificate)
 
 
 WRONG = {
@@ -157,7 +157,7 @@ def judge(certificate: Certificate, text: str, words: str, line: str) -> None:
     assert certificate.verdict == DIFFERENT, str(certificate)
     assert words in certificate.cause, str(certificate)
     assert f"(train.py:{line_of(text, line)})" in certificate.cause, str(certificate)
-    assert "one process" in certificate.proof
+    assert "one process" in certificate.evidence
     assert any(row.what == REPORTS and row.outcome.startswith("DIFFERENT") for row in certificate.rows)
 
 
@@ -166,7 +166,7 @@ def test_a_mean_of_means_is_named_with_its_line(certify: Certify) -> None:
     certificate = certify(evaluating(text))
     judge(certificate, evaluating(text), words, line)
     page = (ROOT / "docs/verify.md").read_text()
-    assert all(part in page for part in (certificate.first, certificate.cause, certificate.proof))
+    assert all(part in page for part in (certificate.first_difference, certificate.cause, certificate.evidence))
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_a_wrong_report_is_named_with_its_line(name: str, certify: Certify) -> N
 def test_a_loss_of_rank_0_is_noted(certify: Certify) -> None:
     certificate = certify(evaluating(LOSS + PRINT))
     assert certificate.verdict == ALIKE, str(certificate)
-    assert any("rank 0's own number" in note for note in certificate.nature), str(certificate)
+    assert any("rank 0's own number" in note for note in certificate.notes), str(certificate)
 
 
 @pytest.mark.slow

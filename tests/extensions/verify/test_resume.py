@@ -84,7 +84,7 @@ LOST = {
 def test_a_script_that_resumes_is_alike(text: str, certify: Certify) -> None:
     certificate = certify(text, ResumeCheck)
     assert certificate.verdict == ALIKE, str(certificate)
-    assert "leaves no checkpoint at that step" in certificate.nature[0]
+    assert "leaves no checkpoint at that step" in certificate.notes[0]
     assert not Path("checkpoint.pt").exists()
 
 
@@ -111,4 +111,4 @@ def test_a_script_that_saves_at_sigterm_continues_within_an_epoch(certify: Certi
     certificate = certify(WITHIN, ResumeCheck)
     assert certificate.verdict == ALIKE, str(certificate)
     assert "samples within an epoch" in [row.what for row in certificate.rows]
-    assert not certificate.nature
+    assert not certificate.notes

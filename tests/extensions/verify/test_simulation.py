@@ -70,7 +70,7 @@ def test_a_rank_that_makes_another_collective_is_named(other: Events, words: str
     usual = [GROUP, call("all_reduce", 5, [4]), *STEPPED]
     certificate = simulated(tmp_path, [usual, usual, [GROUP, *other, *STEPPED]])
     assert certificate.verdict == DIFFERENT
-    assert words in certificate.first
+    assert words in certificate.first_difference
     assert "train.py:5" in certificate.cause
 
 

@@ -76,7 +76,7 @@ def test_a_hook_that_rounds_gradients_is_an_expected_difference(certify: Certify
     """It was called different, by 3e-4."""
     certificate = certify(changed(*HOOKED))
     assert certificate.verdict == ALIKE, str(certificate)
-    assert any("fp16_compress_hook was disabled" in note for note in certificate.nature)
+    assert any("fp16_compress_hook was disabled" in note for note in certificate.notes)
 
 
 def test_a_missing_synchronization_is_named_with_its_line(certify: Certify) -> None:
@@ -228,7 +228,7 @@ def test_examples_are_certified(name: str, certify: Certify) -> None:
 def test_each_wrong_script_is_different_with_a_cause(name: str, certify: Certify) -> None:
     certificate = certify(BUGS[name].text)
     assert certificate.verdict == DIFFERENT, str(certificate)
-    assert certificate.first
+    assert certificate.first_difference
     assert certificate.cause, str(certificate)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -114,8 +113,6 @@ class RevisionCheck(Verification):
         Raises:
             MisconfigurationException: git failed. The message is ``problem`` and git's own.
         """
-        if shutil.which("git") is None:
-            raise MisconfigurationException(f"--against {self.request.against}: git is not installed, or not on PATH")
         environ = dict(os.environ) if own else {**os.environ, "GIT_INDEX_FILE": str(self.runs.folder / "index")}
         run = subprocess.run(["git", *words], env=environ, capture_output=True, text=True, check=False)
         if run.returncode:

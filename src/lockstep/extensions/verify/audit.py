@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate
+from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, Certificate
 from lockstep.extensions.verify.processes import Patience
 from lockstep.extensions.verify.runs import Request, working_copy
 from lockstep.extensions.verify.verification import verify
@@ -37,7 +37,7 @@ class ListedScript:
         devices: number of ranks.
         steps: optimizer steps that are compared.
         patch: pairs of texts; each first one is replaced by the second one in the script, for example to make it small.
-        needs: modules without which the script is not run.
+        needs: top-level modules without which the script is not run.
         expected: expected verdict.
         known: what is known about the verdict; shown in the page.
         shows: short program that shows the difference; shown in the page. The file has its path.
@@ -114,14 +114,10 @@ def read(path: Path) -> list[ListedScript]:
     Raises:
         MisconfigurationException: the file is not valid, or a script does not exist.
     """
+    if sys.version_info < (3, 11):
+        raise MisconfigurationException(f"{path}: Python 3.10 cannot read TOML files: use Python 3.11 or newer")
     try:
-        toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    except ImportError as error:
-        raise MisconfigurationException(
-            f"{path}: this Python cannot read TOML files: use Python 3.11, or install tomli"
-        ) from error
-    try:
-        tables = toml.loads(path.read_text()).get("script", [])
+        tables = importlib.import_module("tomllib").loads(path.read_text()).get("script", [])
     except ValueError as error:
         raise MisconfigurationException(f"{path} is not a valid TOML file: {error}") from error
     if not tables:
@@ -143,10 +139,6 @@ def _entry(where: str, table: dict[str, Any], folder: Path) -> ListedScript:
             raise MisconfigurationException(
                 f"{where}: {name} {found.get(name, '')!r} is not a file in the folder of the list: correct the path"
             )
-    if found.get("expected", ALIKE) not in (ALIKE, DIFFERENT, UNKNOWN):
-        raise MisconfigurationException(
-            f"{where}: expected is {found['expected']!r}: use {ALIKE!r}, {DIFFERENT!r} or {UNKNOWN!r}"
-        )
     text = (folder / found["script"]).read_text()
     for pair in found.get("patch", ()):
         if len(pair) != 2 or pair[0] not in text:
@@ -168,7 +160,7 @@ def _run(entry: ListedScript, folder: Path, patience: Patience) -> ScriptVerdict
         release = version(entry.package)
     except PackageNotFoundError:
         release = ""
-    if not all(map(_exists, entry.needs)):
+    if not all(map(importlib.util.find_spec, entry.needs)):
         return ScriptVerdict(entry, release, None)
     before = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as temporary:
@@ -185,14 +177,6 @@ def _run(entry: ListedScript, folder: Path, patience: Patience) -> ScriptVerdict
         finally:
             os.chdir(before)
     return ScriptVerdict(entry, release, certificate)
-
-
-def _exists(module: str) -> bool:
-    """Return True if a module can be imported."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent package does not exist
-        return False
 
 
 # -- the page
@@ -217,7 +201,7 @@ def page(results: Sequence[ScriptVerdict]) -> str:
         entry, found = result.entry, result.certificate
         cells = [entry.package, result.release, entry.name, result.verdict]
         if found is not None:
-            cells += [found.first, found.cause or " ".join(found.reasons), f"{found.seconds:.0f}"]
+            cells += [found.first_difference, found.cause or " ".join(found.reasons), f"{found.seconds:.0f}"]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     for result in results:
         if result.verdict != ALIKE or result.entry.known:
@@ -231,8 +215,8 @@ def _details(result: ScriptVerdict) -> list[str]:
     lines = [f"## {entry.name}: {result.verdict}", ""]
     if found is None:
         lines += [f"The script needs {', '.join(entry.needs)}.", ""]
-    elif found.first:
-        lines += [f"- first difference: {found.first}", f"- cause: {found.cause or 'not found'}", ""]
+    elif found.first_difference:
+        lines += [f"- first difference: {found.first_difference}", f"- cause: {found.cause or 'not found'}", ""]
     elif found.reasons:
         lines += [f"- {reason}" for reason in found.reasons] + [""]
     lines += [entry.known.strip(), ""] if entry.known else []

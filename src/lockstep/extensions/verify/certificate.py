@@ -43,12 +43,12 @@ class Certificate:
         verdict: "alike", "different" or "could not tell".
         precision: "float64", or "own" for the script's own precision, compared with the spread of rounding.
         rows: what was compared.
-        first: the first difference; "" if there is none.
+        first_difference: the first difference; "" if there is none.
         cause: the cause, with the line of the script; "" if it was not found.
-        proof: the evidence for the cause.
+        evidence: the evidence for the cause.
         reasons: why there is no verdict.
-        nature: expected differences between ranks and one process, which do not affect the verdict.
-        course: for each step the largest difference of gradients, as a fraction of the largest gradient.
+        notes: expected differences between ranks and one process, which do not affect the verdict.
+        gradient_differences: for each step the largest difference of gradients, as a fraction of the largest gradient.
         seconds: duration of the check, in seconds.
         compared: what the ranks were compared with: one process, ranks that were stopped, or each other.
     """
@@ -59,12 +59,12 @@ class Certificate:
     verdict: str
     precision: str = "float64"
     rows: tuple[Row, ...] = ()
-    first: str = ""
+    first_difference: str = ""
     cause: str = ""
-    proof: str = ""
+    evidence: str = ""
     reasons: tuple[str, ...] = ()
-    nature: tuple[str, ...] = ()
-    course: tuple[float, ...] = field(default=(), repr=False)
+    notes: tuple[str, ...] = ()
+    gradient_differences: tuple[float, ...] = field(default=(), repr=False)
     seconds: float = 0.0
     compared: str = "ranks and one process"
 
@@ -87,14 +87,14 @@ class Certificate:
         return "in float64" if self.precision == "float64" else "in the script's own precision"
 
     def _findings(self) -> list[str]:
-        lines = [f"  note: {note}" for note in self.nature]
+        lines = [f"  note: {note}" for note in self.notes]
         lines.append(f"verdict: {self.verdict}")
         lines += [f"reason: {reason}" for reason in self.reasons]
-        if self.first:
-            lines.append(f"first difference: {self.first}")
+        if self.first_difference:
+            lines.append(f"first difference: {self.first_difference}")
             lines.append(f"cause: {self.cause or 'not found'}")
-        if self.proof:
-            lines.append(f"evidence: {self.proof}")
+        if self.evidence:
+            lines.append(f"evidence: {self.evidence}")
         return lines
 
     def markdown(self) -> str:
@@ -115,8 +115,10 @@ def write(certificates: Sequence[Certificate], folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     data, page = folder / "certificate.json", folder / "certificate.md"
-    # JSON has no NaN and no infinity
-    found = [{**asdict(one), "course": [x if math.isfinite(x) else None for x in one.course]} for one in certificates]
+    found = [asdict(each) for each in certificates]
+    for fields in found:
+        # JSON has no NaN and no infinity
+        fields["gradient_differences"] = [x if math.isfinite(x) else None for x in fields["gradient_differences"]]
     version = sys.modules["lockstep"].__version__
     data.write_text(json.dumps({"schema": SCHEMA, "lockstep": version, "certificates": found}, indent=2) + "\n")
     page.write_text("\n".join(each.markdown() for each in certificates))
@@ -129,7 +131,7 @@ def _draw(certificates: Sequence[Certificate], path: Path) -> Path | None:
 
     Return None if nothing differs or matplotlib is not installed.
     """
-    different = [each for each in certificates if each.verdict == DIFFERENT and any(each.course)]
+    different = [each for each in certificates if each.verdict == DIFFERENT and any(each.gradient_differences)]
     if not different:
         return None
     try:
@@ -145,7 +147,7 @@ def _draw(certificates: Sequence[Certificate], path: Path) -> Path | None:
     axes = figure.add_axes((0.11, 0.5 / height, 0.86, 2.0 / height))
     for each in different:
         # a logarithmic axis has no place for 0
-        axes.plot([max(size, 1e-17) for size in each.course], "o-", label=f"{each.devices} ranks")
+        axes.plot([max(size, 1e-17) for size in each.gradient_differences], "o-", label=f"{each.devices} ranks")
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("optimizer step")

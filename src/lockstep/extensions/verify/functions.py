@@ -38,6 +38,8 @@ _DROPOUTS = {
 }
 _PROBABILITIES = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 """Position of `dropout_p` among the arguments."""
+_RANKS_NORM = "batch norm on ranks"
+"""Kind of the event for a rank that normalizes its own batch by torch's function."""
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 """Functions with a single float argument, the probability of dropout between layers."""
 
@@ -64,6 +66,8 @@ class Functions(TorchFunctionMode):
         self._calls = Calls(watch)
         self._own_batches = OwnBatches(watch)
         self._own_batches.install()
+        # layers that synchronize their statistics themselves call torch's function in one process only
+        self._has_ranks_norm = bool(watch.events_of_rank_0(_RANKS_NORM))
         run_backward = torch.autograd._engine_run_backward
 
         @functools.wraps(run_backward)
@@ -100,8 +104,11 @@ class Functions(TorchFunctionMode):
                 if args[at + 1]:  # in training
                     self._record("dropout", "recurrent layers")
                 args = (*args[:at], 0.0, *args[at + 1 :])
-        elif name == "batch_norm" and len(watch.chunks) > 1:
-            return self._batch_norm_by_rank(func, args, kwargs)
+        elif name == "batch_norm" and kwargs.get("training", args[5] if len(args) > 5 else False):
+            if not watch.settings.is_replay:
+                self._record(_RANKS_NORM, name)
+            elif self._has_ranks_norm and len(watch.chunks) > 1:
+                return self._batch_norm_by_rank(func, args, kwargs)
         result = float64.call(func, args, kwargs) if watch.settings.float64 else func(*args, **kwargs)
         # random numbers in a loader belong to the data, which is replayed as a whole
         if isinstance(result, Tensor) and name in _DRAWS and not watch.in_loader:
@@ -172,7 +179,7 @@ class Functions(TorchFunctionMode):
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         batch, total = arguments.pop("input"), sum(self.watch.chunks)
         # a batch of other rows than the loader's cannot be split by ranks
-        if not arguments.get("training") or len(batch) % total:
+        if len(batch) % total:
             return func(*args, **kwargs)
         self._record("batch norm", "batch_norm")
         rows = [chunk * (len(batch) // total) for chunk in self.watch.chunks]

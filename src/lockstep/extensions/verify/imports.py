@@ -89,7 +89,10 @@ class _ChangingLoader(Loader):
 def trainer_changes(settings: Settings) -> dict[str, Change]:
     """Return {name of a module: function that changes it}, to make Trainers use the ranks of this run."""
     found: dict[str, Change] = dict.fromkeys(_TRAINERS, functools.partial(_set_flags, settings))
-    found["transformers.training_args"] = _use_cpu
+    # without it, bf16=True is refused where there is no GPU
+    found["transformers.training_args"] = lambda module: _before(
+        module.TrainingArguments, "__post_init__", lambda arguments, _: setattr(arguments, "use_cpu", True)
+    )
     # it would be compiled, and no training step calls it
     found["deepspeed.comm.torch"] = lambda module: patch(module, "build_shm_op", lambda: None)
     found["deepspeed.accelerator.cpu_accelerator"] = _support_float64
@@ -98,56 +101,44 @@ def trainer_changes(settings: Settings) -> dict[str, Change]:
         found["lockstep.cluster.rendezvous"] = lambda module: patch(
             module, "connect_ranks", lambda *args: dist.HashStore()
         )
-        found["lockstep.ground.agreement"] = _agree_alone
+        found["lockstep.ground.agreement"] = lambda module: _before(
+            module.ConsensusFlags, "__init__", lambda _, kwargs: kwargs.update(alone=True)
+        )
     if settings.is_replay and not settings.rank_by_rank:
         found["lockstep.data.source"] = functools.partial(_count_global_batches, settings)
     return found
 
 
+def _before(kind: Any, name: str, change: Callable[[Any, dict[str, Any]], object]) -> None:
+    """Call ``change`` with the object and the keyword arguments before each call of a method."""
+    original = getattr(kind, name)
+
+    @functools.wraps(original)
+    def method(own: object, *args: Any, **kwargs: Any) -> None:
+        change(own, kwargs)
+        original(own, *args, **kwargs)
+
+    patch(kind, name, method)
+
+
 def _set_flags(settings: Settings, module: ModuleType) -> None:
     """Make the module's Trainer ignore its flags for devices and nodes, and use this run's ranks on the CPU instead."""
     kind = getattr(module, _TRAINERS[module.__name__])
-    original = kind.__init__
 
-    @functools.wraps(original)
-    def init(trainer: object, *args: Any, **kwargs: Any) -> None:
-        kwargs = {**kwargs, "devices": settings.world, "num_nodes": 1, "accelerator": "cpu"}
+    def change(_: object, kwargs: dict[str, Any]) -> None:
+        kwargs.update(devices=settings.world, num_nodes=1, accelerator="cpu")
         if settings.strategy and settings.world > 1:
             kwargs["strategy"] = settings.strategy
         if kind.__name__ == "Trainer":
             kwargs.setdefault("default_root_dir", str(settings.own_folder))
-        original(trainer, *args, **kwargs)
 
-    patch(kind, "__init__", init)
-
-
-def _use_cpu(module: ModuleType) -> None:
-    """Set ``use_cpu`` in Hugging Face's training arguments, which otherwise refuse ``bf16=True`` without a GPU."""
-    original = module.TrainingArguments.__post_init__
-
-    @functools.wraps(original)
-    def post_init(arguments: Any) -> None:
-        arguments.use_cpu = True
-        original(arguments)
-
-    patch(module.TrainingArguments, "__post_init__", post_init)
+    _before(kind, "__init__", change)
 
 
 def _support_float64(module: ModuleType) -> None:
     """Let DeepSpeed reduce gradients in float64, which it does not count among a CPU's dtypes."""
     original = module.CPU_Accelerator.supported_dtypes
     patch(module.CPU_Accelerator, "supported_dtypes", lambda own: [torch.float64, *original(own)])
-
-
-def _agree_alone(module: ModuleType) -> None:
-    """Make each simulated rank decide alone when to stop, because simulated ranks do not communicate."""
-    original = module.ConsensusFlags.__init__
-
-    @functools.wraps(original)
-    def init(flags: object, *args: Any, **kwargs: Any) -> None:
-        original(flags, *args, **{**kwargs, "alone": True})
-
-    patch(module.ConsensusFlags, "__init__", init)
 
 
 def _count_global_batches(settings: Settings, module: ModuleType) -> None:

@@ -204,7 +204,7 @@ class Loaders:
                 batch = move_batch(batch)
             yield tree_map(widen, batch) if settings.float64 else batch
             # the generators have moved while the script made its step
-            if states != _random_states():
+            if states != self._random_states():
                 watch.journal.record_once(DRAWS, where=location())
 
     def _share_randomness(self, name: str) -> bytes:
@@ -216,13 +216,26 @@ class Loaders:
         if settings.is_replay:
             path = Path(settings.feed[0] if len(settings.feed) == 1 else settings.folder_of_ranks / "rank-0") / name
             if path.exists():
-                python, numpy = pickle.loads(path.read_bytes())
+                python, numpy, own = pickle.loads(path.read_bytes())
                 random.setstate(python)
                 np.random.set_state(numpy)
-        states = _random_states()
+                for generator, state in zip(self.watch.living_generators(), own, strict=False):
+                    if isinstance(generator, random.Random):
+                        generator.setstate(state)
+                    else:
+                        generator.bit_generator.state = state
+        states = self._random_states()
         if not settings.is_replay:
             (self.watch.journal.folder / name).write_bytes(states)
         return states
+
+    def _random_states(self) -> bytes:
+        """Return the pickled states of Python's and NumPy's global generators, and of those that the script created."""
+        own = [
+            each.getstate() if isinstance(each, random.Random) else each.bit_generator.state
+            for each in self.watch.living_generators()
+        ]
+        return pickle.dumps((random.getstate(), np.random.get_state(), own))
 
     # -- recording
 
@@ -333,7 +346,9 @@ class Loaders:
             for own in [[part] for part in parts] if is_split else [parts]:
                 self.watch.chunks = tuple(len(part["samples"]) for part in own)
                 if number in self._dispatched:
-                    self.watch.chunks = _shares(sum(self.watch.chunks), len(settings.feed))
+                    number_of_samples, ranks = sum(self.watch.chunks), len(settings.feed)
+                    ends = [number_of_samples * rank // ranks for rank in range(ranks + 1)]
+                    self.watch.chunks = tuple(end - start for start, end in itertools.pairwise(ends))
                 if own[0]["whole"]:
                     yield functools.partial(self._join, loader.collate_fn or default_convert, own)
                 else:
@@ -369,11 +384,6 @@ def _batches_per_backward(watch: Watch) -> dict[int, int]:
     return dict(found)
 
 
-def _shares(number: int, ranks: int) -> tuple[int, ...]:
-    """Divide a number of samples among ranks."""
-    return tuple(number * (rank + 1) // ranks - number * rank // ranks for rank in range(ranks))
-
-
 def _lengths_of(lengths: list[Event], iterations: list[Event]) -> dict[int, int]:
     """Return the lengths that loaders had on rank 0, by their place.
 
@@ -387,11 +397,6 @@ def _lengths_of(lengths: list[Event], iterations: list[Event]) -> dict[int, int]
             if event["data"] == each["data"] and event["loader"] not in iterated and each["length"] is not None:
                 found[event["loader"]] = each["length"]
     return found
-
-
-def _random_states() -> bytes:
-    """Return the pickled states of Python's and NumPy's random number generators."""
-    return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
 def _probe(dataset: Any) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -44,7 +46,7 @@ class OwnBatches:
         self._has_loader = bool(watch.events_of_rank_0("batch"))
 
     def install(self) -> None:
-        """Observe NumPy's global generator, and generators that ``numpy.random.default_rng`` creates from now on."""
+        """Observe NumPy's global generator, and those that ``default_rng`` and ``random.Random`` create from now on."""
         for name in _NUMPY:
             patch(np.random, name, self._observed(name, getattr(np.random, name)))
         methods = {
@@ -53,8 +55,20 @@ class OwnBatches:
             if hasattr(np.random.Generator, name)
         }
         observed: Any = type("Generator", (np.random.Generator,), methods)
-        create = np.random.default_rng
-        patch(np.random, "default_rng", lambda seed=None: observed(create(seed).bit_generator))
+        create, generators = np.random.default_rng, self.watch.generators
+
+        def default_rng(seed: Any = None) -> Any:
+            generator = observed(create(seed).bit_generator)
+            generators.append(ref(generator))
+            return generator
+
+        class ObservedRandom(random.Random):
+            def __init__(self, x: Any = None) -> None:
+                super().__init__(x)
+                generators.append(ref(self))
+
+        patch(np.random, "default_rng", default_rng)
+        patch(random, "Random", ObservedRandom)
 
     def _observed(self, name: str, draw: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(draw)

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from lockstep.extensions.verify.compare import COLLECTIVES, GRADIENTS, Difference, Reason, by_rank, uneven
+from lockstep.extensions.verify.compare import COLLECTIVES, GRADIENTS, STEPS, Difference, Reason, by_rank, uneven
 from lockstep.extensions.verify.recordings import Event, RankRecording, Recording
 
 _TYPES = re.compile(r"dtype|expected (scalar|m1|mat)|must have the same|ouble|same type|float64", re.IGNORECASE)
@@ -46,6 +46,9 @@ def explain_memory_error(error: Exception) -> str:
 def check_ranks(ranks: Recording, steps: int) -> str:
     """Explain why the run on several ranks cannot be verified, and suggest a remedy. Return "" if it can."""
     named = [(f"rank {number}", rank) for number, rank in enumerate(ranks.ranks)]
+    idle = [name for name, rank in named if not rank.steps]
+    if idle and any(rank.ending.status == "done" for _, rank in named):
+        return f"{', '.join(idle)} made no optimizer step, but others did: let each rank step an optimizer of its own"
     # the failures that are not caused by another rank's come first
     first = [(name, rank) for name, rank in named if rank.ending.has_failed and not _follows_other(rank)]
     for name, rank in first + named:
@@ -165,21 +168,21 @@ def _explain_ending(who: str, rank: RankRecording) -> str:
 
 
 def deadlock(ranks: Recording) -> tuple[Difference, Reason] | None:
-    """Find the cause of a deadlock: a rank without more batches, or the first collective that differs between ranks."""
+    """Find the cause of a deadlock: a rank without more batches, a step that only some ranks make, or a collective."""
     if any(rank.ending.status == "failed" and not _follows_other(rank) for rank in ranks.ranks):
         return None  # the others stopped because of that failure
     has_finished = all(rank.ending.has_finished for rank in ranks.ranks)
-    found = None if has_finished else _out_of_batches(ranks)
+    found = None if has_finished else _out_of_batches(ranks) or _skipped_step(ranks)
     if found is not None:
         return found
     # the first place where collectives do not match
     for events in zip_longest(*(rank.find("collective", whole=True) for rank in ranks.ranks)):
         there = [event for event in events if event is not None]
-        is_missing = len(there) < len(events)
-        # ranks that finish may be stopped at different places after their steps
-        if is_missing and has_finished:
+        # ranks are stopped after their steps, which may be at different places, and perhaps not all ranks make steps
+        without = [rank for rank, event in zip(ranks.ranks, events, strict=True) if event is None]
+        if (without and has_finished) or any(rank.ending.status == "done" for rank in without):
             return None
-        if is_missing or len({describe(event) for event in there}) > 1:
+        if without or len({describe(event) for event in there}) > 1:
             calls = ["none" if each is None else f"{describe(each)} at {each['where']}" for each in events]
             text = "; ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
             step = ranks.fewest_steps
@@ -213,6 +216,23 @@ def _out_of_batches(ranks: Recording) -> tuple[Difference, Reason] | None:
             text = f"batches by rank: {by_rank(enumerate(counts))}; the others wait for rank {few}, which has no more"
             where = ranks.ranks[few].line_of("iteration", loader=loader)
             return Difference(COLLECTIVES, step, step, "", (few,), text=text), uneven(where)
+    return None
+
+
+def _skipped_step(ranks: Recording) -> tuple[Difference, Reason] | None:
+    """Find an optimizer step that some ranks make after a backward, and others, which also make steps, do not."""
+    if not all(rank.steps for rank in ranks.ranks):
+        return None
+    for events in zip(*(rank.find("backward", "step") for rank in ranks.ranks), strict=False):
+        stepping = tuple(rank for rank, event in enumerate(events) if event["kind"] == "step")
+        if 0 < len(stepping) < len(events):
+            step = events[stepping[0]]
+            words = by_rank((rank, "step" if rank in stepping else "no step") for rank in range(len(events)))
+            difference = Difference(
+                STEPS, step["number"], step["update"], "", stepping, text=f"after a backward {words}"
+            )
+            cause = "ranks skip different steps, because the condition uses a rank's own values (such as its loss)"
+            return difference, Reason(f"{cause}: use values that are the same on all ranks", step["where"])
     return None
 
 

@@ -121,7 +121,7 @@ class Runs:
         rows: Iterable[Row] = (),
         found: tuple[Difference, Reason | None] | None = None,
         reasons: Iterable[str] = (),
-        nature: Iterable[str] = (),
+        notes: Iterable[str] = (),
         course: Iterable[float] = (),
         compared: str = "ranks and one process",
     ) -> Certificate:
@@ -134,7 +134,7 @@ class Runs:
             rows: what was compared.
             found: the first difference and its cause.
             reasons: why there is no verdict.
-            nature: expected differences; equal ones are listed once.
+            notes: expected differences; equal ones are listed once.
             course: differences of gradients by step.
             compared: what the ranks were compared with.
         """
@@ -146,15 +146,15 @@ class Runs:
             precision="float64" if self.float64 else "own",
             rows=tuple(rows),
             reasons=tuple(reasons),
-            nature=tuple(dict.fromkeys(nature)),
-            course=tuple(course),
+            notes=tuple(dict.fromkeys(notes)),
+            gradient_differences=tuple(course),
             compared=compared,
         )
         if found is None:
             return replace(certificate, verdict=UNKNOWN) if certificate.reasons else certificate
         difference, reason = found
-        certificate = replace(certificate, verdict=DIFFERENT, first=str(difference))
-        return certificate if reason is None else replace(certificate, cause=str(reason), proof=reason.proof)
+        certificate = replace(certificate, verdict=DIFFERENT, first_difference=str(difference))
+        return certificate if reason is None else replace(certificate, cause=str(reason), evidence=reason.proof)
 
     def _run(self, name: str, settings: Settings, after: Recording | None = None, together: int = 0) -> Recording:
         self._number += 1

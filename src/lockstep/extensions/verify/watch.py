@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -35,6 +37,7 @@ class Watch:
         in_loader: True while a loader draws a batch.
         collates: True while the samples of a batch are collated.
         chunks: samples of each rank in the newest batch of a replay, in the order in which they are joined.
+        generators: references to the random number generators that the script created.
         depth: number of nested calls of modules.
         evaluates: True if the newest call of a model was not for training.
         has_iterated_loader: True once a loader has been iterated.
@@ -52,11 +55,16 @@ class Watch:
         self.in_loader = False
         self.collates = False
         self.chunks: tuple[int, ...] = ()
+        self.generators: list[ref[Any]] = []
         self.depth = 0
         self.evaluates = False
         self.has_iterated_loader = False
         self.joins = False
         self.on_training_start: Callable[[], None] | None = None
+
+    def living_generators(self) -> list[Any]:
+        """Return the script's own random number generators that still exist, in the order of their creation."""
+        return [generator for each in self.generators if (generator := each()) is not None]
 
     def events_of_rank_0(self, *kinds: str) -> list[Event]:
         """Return rank 0's events of the given kinds. Return an empty list unless this process replays a run."""
