@@ -86,7 +86,7 @@ def audit(path: Path, report: Path, silence: float) -> int:
 
     Args:
         path: the TOML file.
-        report: path of the page. It is written anew after each script.
+        report: path of the page. It is rewritten after each script.
         silence: seconds without any event of a rank after which a run counts as stuck.
 
     Returns:
@@ -183,7 +183,7 @@ def _run(entry: ListedScript, folder: Path, patience: Patience) -> ScriptVerdict
 
 
 def page(results: Sequence[ScriptVerdict]) -> str:
-    """Return the page as Markdown: a table of all results, and details on those that are not alike."""
+    """Return the page as Markdown: a table of all results, and details on those that differ or have no verdict."""
     counts = Counter(result.verdict for result in results)
     summary = ", ".join(f"{number} {verdict}" for verdict, number in counts.most_common())
     lines = [
