@@ -110,7 +110,7 @@ def test_what_has_changed_is_named(name: str, certify: Certify) -> None:
     commit(train=before)
     certificate = certify(after, RevisionCheck, devices=2 if name == "the loss" else 1, against="HEAD")
     assert certificate.verdict == DIFFERENT, str(certificate)
-    assert certificate.first.startswith(first)
+    assert certificate.first_difference.startswith(first)
     assert certificate.cause.startswith(cause)
 
 

@@ -94,7 +94,7 @@ def test_what_is_not_restored_is_named(name: str, certify: Certify) -> None:
     text, first, cause, has_line = LOST[name]
     certificate = certify(text, ResumeCheck)
     assert certificate.verdict == DIFFERENT, str(certificate)
-    assert certificate.first.startswith(first)
+    assert certificate.first_difference.startswith(first)
     assert certificate.cause.startswith(cause)
     assert ("(train.py:" in certificate.cause) is has_line
 

@@ -78,7 +78,7 @@ def test_a_rank_that_fails_where_one_does_not_is_named(tmp_path: Path) -> None:
     ends = [Ending("done", 2), Ending("failed", 0, "RuntimeError: shape '[3, -1]' is invalid", "train.py:9")]
     certificate = simulated(tmp_path, [[GROUP], [GROUP]], ends)
     assert certificate.verdict == DIFFERENT
-    assert certificate.first.startswith("rank 1 of 2 failed: RuntimeError: shape '[3, -1]'")
+    assert certificate.first_difference.startswith("rank 1 of 2 failed: RuntimeError: shape '[3, -1]'")
     assert certificate.cause == "the script does not support 2 ranks (train.py:9)"
 
 

@@ -83,7 +83,7 @@ def test_a_missing_synchronization_is_named_with_its_line(certify: Certify) -> N
     certificate = certify(BUGS["no_sync_everywhere"].text)
     assert certificate.verdict == DIFFERENT
     assert certificate.exit_code == 1
-    assert certificate.first.startswith("step 0: gradient of ")
+    assert certificate.first_difference.startswith("step 0: gradient of ")
     assert "not averaged: no_sync()" in certificate.cause
     assert "(train.py:" in certificate.cause
 
