@@ -28,7 +28,7 @@ shows = "shows.py"
 script = "train.py"
 name = "other"
 package = "no-such-distribution"
-needs = ["no_such_module.part"]
+needs = ["no_such_module"]
 """
 
 
