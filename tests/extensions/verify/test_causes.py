@@ -353,37 +353,6 @@ def test_a_rank_that_has_made_its_steps_inside_join_is_not_called_one_that_other
     assert certificate.verdict == ALIKE, str(certificate)
 
 
-SUMMED_BATCH_NORM = """\
-import torch.distributed.nn.functional as collectives
-
-
-class SummedBatchNorm(nn.BatchNorm1d):
-    def forward(self, x):
-        if dist.get_world_size() == 1:
-            return super().forward(x)
-        count = collectives.all_reduce(torch.tensor(float(len(x))))
-        mean = collectives.all_reduce(x.sum(0)) / count
-        var = collectives.all_reduce((x - mean).square().sum(0)) / count
-        with torch.no_grad():
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(var * count / (count - 1), self.momentum)
-            self.num_batches_tracked += 1
-        return (x - mean) / (var + self.eps).sqrt() * self.weight + self.bias
-
-
-def make_model():
-"""
-
-
-@pytest.mark.slow
-def test_batch_norm_that_sums_its_statistics_itself_is_alike(certify: Certify) -> None:
-    """One process computed statistics for each rank's samples, as for a layer that does not: it was different."""
-    text = changed(("def make_model():\n", SUMMED_BATCH_NORM), ("nn.ReLU()", "SummedBatchNorm(32), nn.ReLU()"))
-    certificate = certify(text)
-    assert certificate.verdict == ALIKE, str(certificate)
-    assert not any("BatchNorm" in note for note in certificate.notes)
-
-
 @pytest.mark.slow
 def test_an_optimizer_of_rank_0_alone_cannot_be_verified(certify: Certify) -> None:
     """Rank 0 was stopped after its steps, and rank 1 waited for its broadcasts: it was called a deadlock."""

@@ -12,11 +12,9 @@ class SyncBatchNorm1d(nn.BatchNorm1d):
     """Statistics of the samples of all ranks, through which gradients flow."""
 
     def forward(self, x):
-        if not self.training:
+        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             return super().forward(x)
-        sums = torch.cat([x.sum(0), x.square().sum(0), x.new_full((1,), len(x))])
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            sums = dist_fn.all_reduce(sums)
+        sums = dist_fn.all_reduce(torch.cat([x.sum(0), x.square().sum(0), x.new_full((1,), len(x))]))
         count = sums[-1].detach()
         mean, square = sums[:-1].view(2, -1) / count
         var = square - mean.square()
