@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 _COMMAND = "import sys; del sys.path[0]; from lockstep.cli.run import main; sys.exit(main())"
 """The command lockstep. As the script of that name, it imports nothing from the current folder."""
 
@@ -39,6 +37,8 @@ def verified(
     Returns:
         A certificate for each number of ranks, as in ``certificate.json``.
     """
+    import pytest  # not at the top: lockstep does not require it
+
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as output:
         given = {"devices": ranks or ",".join(map(str, devices)), **options, "output": output}
         words = [f"--{name}={value}" for name, value in given.items() if value]
