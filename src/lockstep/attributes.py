@@ -120,6 +120,7 @@ class Attributes:
     keep_global_batch: bool
     balance: bool
     compile: CompileOptions | None
+    record: Literal["hashes"] | None
     hang_timeout: float | None
     hang_kill: float | None
 

@@ -155,6 +155,8 @@ class Trainer(Attributes):
             step, and the fit raises `NonFiniteError` once weights are not finite. "skip": all ranks skip the update.
             "stop": the fit ends before the update. Both wait for the device in each step. "ignore": the fit continues.
             Weights that are not finite are never saved.
+        record: "hashes": write 64 bits of the gradients and 64 bits of the weights of each step to the file
+            step-hashes.bin beside the checkpoints. They do not depend on the strategy. None: nothing is recorded.
         hang_timeout: time, in seconds or as a timedelta, after which a wait of ranks for others is reported: which rank
             waits where, and what the others do. None: never.
         hang_kill: time, in seconds or as a timedelta, after which such a run is ended; if ranks have provably diverged,
@@ -221,6 +223,7 @@ class Trainer(Attributes):
         balance: bool = False,
         compile: bool | Mapping[str, Any] = False,
         non_finite: NonFinite = "protect",
+        record: str | None = None,
         hang_timeout: float | timedelta | None = 60.0,
         hang_kill: float | timedelta | None = 1800.0,
         **others: Never,

@@ -279,6 +279,7 @@ OFF: dict[str, Any] = {
     "fast_dev_run": False,
     "detect_anomaly": False,
     "profiler": None,
+    "record": None,
 }
 
 
@@ -363,6 +364,7 @@ class RunConfig:
     keep_global_batch: bool = _flag(switch)
     balance: bool = _flag(switch)
     compile: CompileOptions | None = _flag(compile_options)
+    record: Literal["hashes"] | None = _flag(choice, choices=(None, "hashes"))
     hang_timeout: float | None = _flag(seconds)
     hang_kill: float | None = _flag(seconds)
 

@@ -170,6 +170,13 @@ EXTENSIONS: dict[str, Extension] = {
             "parallel.hooks": "hooks",
         },
     ),
+    "replay": Extension(
+        commands={
+            "bisect": ("bisect_command:bisect", "find the step and the operation in which two versions of a run part"),
+            "replay": ("command:replay", "make a step of a run again, and show which samples caused what it did"),
+        },
+        services={"recording of steps": "recording:recording"},
+    ),
     "search": Extension(
         commands={
             "submit": ("submit_command:submit", "submit a script to SLURM"),

@@ -204,6 +204,8 @@ class FitLoop(FitNames):
         listeners = [callback for callback in session.callbacks if callback._receives_step_times is True]
         if session.config.balance or listeners:
             self.balance = load("services", "balance").measure(session, self.step, self.validation, listeners)
+        if session.config.record:
+            measured.enter_context(load("services", "recording of steps")(session))
         if self.balance is not None:
             measured.enter_context(self.balance.attached())
         if session.config.log_every_n_steps:  # 0 under `barebones`, which measures nothing

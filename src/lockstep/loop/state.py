@@ -27,6 +27,7 @@ from lockstep.ground.optimizers import class_of
 from lockstep.ground.rank import does, log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states_of, set_random_states_of
 from lockstep.ground.types import TrainerFn, TrainerStatus
+from lockstep.launch.started import how_started
 from lockstep.loop.logging import LogCollector
 from lockstep.loop.metrics import find_metric, is_metric, load_metric, parts_of
 from lockstep.loop.progress import Progress
@@ -154,6 +155,7 @@ def _resume_entries(session: Session, engine: EngineState, progress: Progress, a
         "measured": dict(session.published.measured),
         "ranks": ranks,
         "held": holds,
+        "started": how_started() if session.is_global_zero else {},
     }
 
 

@@ -1,0 +1,228 @@
+"""Trace of the operations of a training step: forward, backward and update, with hashes of their results."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.extensions.replay.hashes import TensorHash
+from lockstep.ground.tree import tree_leaves
+from lockstep.launch.started import FOLDER
+from lockstep.supervise.stack import LOCKSTEP, Frame
+
+SAMPLED = 2048
+"""Elements of each result that the trace contains."""
+EVENTS, VALUES = "operations.json", "values.npz"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a step.
+
+    Attributes:
+        name: name of the operation in torch, such as ``"native_layer_norm"``.
+        phase: "forward", "backward" or "update".
+        module: path of the submodule that runs it; "" if unknown.
+        line: the user's line that has called it, in the backward the line of its forward; "" if there is none.
+        inputs: hashes of the tensors that it gets.
+        outputs: hashes of its results.
+        is_view: True if it computes nothing.
+    """
+
+    name: str
+    phase: str
+    module: str
+    line: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    is_view: bool
+
+    def __str__(self) -> str:
+        """Return the operation with its place."""
+        inside = f" in {self.module!r}" if self.module else ""
+        phase = "" if self.phase == "forward" else f" in the {self.phase}"
+        return f"{self.name}{inside}{phase}" + (f", {self.line}" if self.line else "")
+
+
+class ModuleStack:
+    """Stack of the submodules whose forward runs.
+
+    Args:
+        module: the user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._running: list[str] = []
+
+    @property
+    def innermost(self) -> str:
+        """Path of the submodule whose forward runs; "" outside of submodules."""
+        return self._running[-1] if self._running else ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow forwards in the ``with`` block."""
+        with ExitStack() as stack:
+            for name, module in self._module.named_modules():
+                hook = module.register_forward_pre_hook(lambda *_, name=name: self._running.append(name))
+                stack.callback(hook.remove)
+                hook = module.register_forward_hook(self._leave, always_call=True)
+                stack.callback(hook.remove)
+            self._running.clear()
+            yield
+
+    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
+        self._running.pop()
+
+
+def users_line() -> str:
+    """Return the user's line that runs, as file:line; "" if lockstep or torch has not been called by a step method."""
+    frame = sys._getframe(1)
+    while frame is not None and not Frame(frame.f_code.co_filename, 0, "").is_users:
+        is_ours = frame.f_code.co_filename.startswith(LOCKSTEP)
+        if is_ours and not frame.f_code.co_filename.startswith(_HERE):
+            return ""  # further out is only the line of `trainer.fit`
+        frame = frame.f_back  # type: ignore[assignment]
+    return "" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+_HERE = os.path.dirname(__file__)
+
+
+def _short(file: str) -> str:
+    """Return a file's path relative to the folder in which the script was started; unchanged if it is elsewhere."""
+    path = os.path.relpath(file, FOLDER)
+    return file if path.startswith("..") else path
+
+
+def line_of_forward(node: Any) -> str:
+    """Return the user's line whose forward has made a node of the autograd graph, if anomaly mode was on then."""
+    found = ""
+    for text in "".join(node.metadata.get("traceback_", [])).splitlines():
+        if text.strip().startswith('File "'):
+            file, _, rest = text.strip().removeprefix('File "').partition('", line ')
+            if Frame(file, 0, "").is_users:
+                found = f"{_short(file)}:{rest.partition(',')[0]}"
+    return found
+
+
+class OperationTrace(TorchDispatchMode):
+    """Dispatch mode that records every operation.
+
+    Args:
+        module: the user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._hash = TensorHash(0)
+        self._modules = ModuleStack(module)
+        self._module_of_line: dict[str, str] = {}
+        self._in_update = False
+        self._operations: list[Operation] = []
+        self._values: list[np.ndarray] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record operations in the ``with`` block."""
+        before = register_optimizer_step_pre_hook(lambda *_: self._set_update(True))
+        after = register_optimizer_step_post_hook(lambda *_: self._set_update(False))
+        try:
+            # anomaly mode stores the line of each forward operation, which its backward shows
+            with self._modules.watching(), torch.autograd.set_detect_anomaly(True, check_nan=False), self:
+                yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _set_update(self, is_on: bool) -> None:
+        self._in_update = is_on
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and record it."""
+        given = [*tree_leaves((args, kwargs or {}), Tensor)]
+        inputs = tuple(map(self._hashed, given))
+        result = func(*args, **(kwargs or {}))
+        outputs = [*tree_leaves(result, Tensor)]
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        if not outputs or "empty" in name:  # memory without values differs each time
+            return result
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            phase, line = "backward", line_of_forward(node)
+            module = self._module_of_line.get(line, "")
+        else:
+            line, module = users_line(), self._modules.innermost
+            phase = "forward" if (line or module) and not self._in_update else "update"
+            self._module_of_line[line] = module
+        self._operations.append(
+            Operation(name, phase, module, line, inputs, tuple(map(self._hashed, outputs)), func.is_view)
+        )
+        self._values.append(_sampled(outputs))
+        return result
+
+    def _hashed(self, tensor: Tensor) -> int:
+        return int(self._hash({"": tensor}, tensor.device)) if tensor.layout is torch.strided else 0
+
+    def write(self, folder: str) -> None:
+        """Write the trace to files in ``folder``."""
+        Path(folder, EVENTS).write_text(json.dumps([asdict(each) for each in self._operations]))
+        np.savez(Path(folder, VALUES), *self._values)
+
+
+def _sampled(outputs: list[Tensor]) -> np.ndarray:
+    """Return up to `SAMPLED` elements of each floating-point result, at equal distances."""
+    found = [np.zeros(0)]
+    for tensor in outputs:
+        if tensor.is_floating_point() and tensor.layout is torch.strided:
+            flat = tensor.detach().flatten()
+            found.append(flat[:: max(1, len(flat) // SAMPLED)].to("cpu", torch.float64).numpy())
+    return np.concatenate(found)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace that was read from its files.
+
+    Attributes:
+        operations: the operations in order.
+        values: elements of the results of each operation.
+    """
+
+    operations: list[Operation]
+    values: list[np.ndarray]
+
+    @classmethod
+    def read(cls, folder: str) -> Trace:
+        """Read a trace that `OperationTrace.write` has written."""
+        events = json.loads(Path(folder, EVENTS).read_text())
+        operations = [
+            Operation(**{**event, "inputs": tuple(event["inputs"]), "outputs": tuple(event["outputs"])})
+            for event in events
+        ]
+        with np.load(Path(folder, VALUES)) as values:
+            return cls(operations, [values[f"arr_{number}"] for number in range(len(operations))])
+
+
+@torch.no_grad()
+def nudge(module: nn.Module, size: float) -> None:
+    """Change each weight by a random factor between 1 - ``size`` and 1 + ``size``."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        parameter.mul_((1 + size * noise).to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))

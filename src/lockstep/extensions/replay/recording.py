@@ -1,0 +1,210 @@
+"""Recording of a fit: for each step 64 bits of the gradients and 64 of the weights, in a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint import storage
+from lockstep.extensions.replay.hashes import TensorHash
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.methods import replace_until
+from lockstep.loop.progress import BATCH_END, VALIDATED
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from lockstep.loop.session import Session
+
+FILE = "step-hashes.bin"
+ROW = np.dtype([("gradients", "<i8"), ("weights", "<i8")])
+MOST_KEPT = 256
+"""Rows that stay on a device before they are read, which waits for it."""
+
+
+def read(folder: str | os.PathLike[str]) -> np.ndarray:
+    """Return the recording in a folder, one row per step from step 0. It is empty if there is none.
+
+    Returns:
+        a structured array (steps,) with the int64 fields "gradients" and "weights"; both are 0 for a step that was not
+        recorded.
+    """
+    file = Path(folder, FILE)
+    data = file.read_bytes() if file.is_file() else b""
+    return np.frombuffer(data[: len(data) - len(data) % ROW.itemsize], ROW)
+
+
+def find_recording(run: str | os.PathLike[str]) -> np.ndarray:
+    """Return the recording in the folder of a run or below it, the newest one if there are several."""
+    files = sorted(Path(run).rglob(FILE), key=os.path.getmtime)
+    return read(files[-1].parent if files else run)
+
+
+@contextmanager
+def recording(session: Session) -> Iterator[None]:
+    """Record the steps of a fit while the ``with`` block runs.
+
+    Args:
+        session: session of the fit, after its set-up.
+
+    Raises:
+        MisconfigurationException: the strategy does not keep gradients and weights where they can be read, or the
+            folder of the run is a URL.
+    """
+    strategy = session.strategy
+    if strategy.steps_itself or strategy.window is not None or strategy.drives_all_devices:
+        raise MisconfigurationException(
+            f'Trainer(record="hashes") does not work with {type(strategy).__name__}: remove `record`, or use "ddp" or '
+            '"fsdp".'
+        )
+    recorder = Recorder(session)
+    with ExitStack() as end:
+        replace_until(end, strategy, "step", recorder.around(strategy.step))
+        replace_until(end, strategy, "save_checkpoint", recorder.before(strategy.save_checkpoint))
+        try:
+            yield
+        except BaseException:
+            recorder.write_alone()
+            raise
+        else:
+            recorder.write()
+        finally:
+            recorder.close()
+
+
+class Recorder:
+    """Writer of a fit's recording.
+
+    A row is written before the first checkpoint that contains its step, so a resume continues the recording. Rows stay
+    on the device until then, or until there are `MOST_KEPT`; on a CPU without shards they are written at once.
+
+    Args:
+        session: session of the fit.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._strategy = session.strategy
+        self._progress = session.fit.progress
+        self._is_sharded = session.strategy.cuts_parameters
+        self._writes = session.is_global_zero
+        self._hashes = TensorHash(session.strategy.world.rank)
+        self._rows: list[int] = []
+        self._kept: list[Tensor] = []
+        self._inside = False
+        self._descriptor = -1
+        folder = _folder_of(session)
+        if self._writes:
+            self._descriptor = self._open(folder, session.ckpt_path if session.fit.resume.entry is not None else None)
+
+    def _open(self, folder: str, resumed: str | None) -> int:
+        """Open the file with the rows of the steps that are done, and return its descriptor."""
+        progress = self._progress
+        # the step of a checkpoint at the end of a batch is done, but not counted
+        done = progress.windows + (progress.phase in (BATCH_END, VALIDATED))
+        known = read(os.path.dirname(resumed) if resumed is not None else folder)[:done]
+        if len(known) < done and resumed is not None:
+            known = read(folder)[:done]
+        os.makedirs(folder, exist_ok=True)
+        descriptor = os.open(os.path.join(folder, FILE), os.O_RDWR | os.O_CREAT, 0o666)
+        os.pwrite(descriptor, known.tobytes(), 0)
+        os.ftruncate(descriptor, known.nbytes)
+        return descriptor
+
+    def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a version of ``strategy.step`` that records gradients and weights."""
+
+        def recorded(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+            if self._inside:  # an engine's step that calls `step` again
+                return step(optimizer, closure, **options)
+            self._inside = True
+            try:
+                gradients = self._hash_gradients() if closure is None else None
+                result = step(optimizer, closure, **options)
+            finally:
+                self._inside = False
+            # a closure computes the gradients within the step
+            self._add(self._hash_gradients() if gradients is None else gradients, self._hash_weights())
+            return result
+
+        return recorded
+
+    def before(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a version of ``strategy.save_checkpoint`` that writes the rows first."""
+
+        def saved(checkpoint: Any, path: Any, *args: Any, alone: bool = False, **options: Any) -> Any:
+            if alone:
+                self.write_alone()
+            else:
+                self.write()
+            return save(checkpoint, path, *args, alone=alone, **options)
+
+        return saved
+
+    def _hash_gradients(self) -> Tensor:
+        named = self._strategy.named_parameters().items()
+        return self._hash({name: p.grad for name, p in named if p.grad is not None})
+
+    def _hash_weights(self) -> Tensor:
+        return self._hash(self._strategy.named_parameters())
+
+    @torch.no_grad()
+    def _hash(self, named: Any) -> Tensor:
+        if not (self._writes or self._is_sharded):  # rank 0 has the same
+            return torch.zeros((), dtype=torch.int64)
+        return self._hashes(named, self._strategy.root_device)
+
+    def _add(self, gradients: Tensor, weights: Tensor) -> None:
+        """Add the hashes of an optimizer step to the row of the running window."""
+        number = self._progress.windows
+        if self._rows and self._rows[-1] == number:  # several optimizer steps in one window
+            gradients = self._kept[-1][0] * 31 + gradients
+            del self._rows[-1], self._kept[-1]
+        self._rows.append(number)
+        self._kept.append(torch.stack((gradients, weights)))
+        at_once = not self._is_sharded and self._strategy.root_device.type == "cpu"
+        if len(self._rows) > (1 if at_once else MOST_KEPT):
+            self.write(keep=1)
+
+    def write(self, keep: int = 0) -> None:
+        """Write the kept rows to the file, except for the newest ``keep``. Collective if parameters are sharded."""
+        count = len(self._rows) - keep
+        if count <= 0:
+            return
+        numbers, rows = self._rows[:count], torch.stack(self._kept[:count]).cpu()
+        del self._rows[:count], self._kept[:count]
+        if self._is_sharded:
+            rows = self._strategy.gather_stacked(rows.flatten()).sum(0).view(-1, 2)
+        if not self._writes:
+            return
+        for number, row in zip(numbers, rows.numpy(), strict=True):
+            os.pwrite(self._descriptor, row.astype("<i8").tobytes(), number * ROW.itemsize)
+
+    def write_alone(self) -> None:
+        """Write the kept rows after a failure, without the other ranks; nothing if parameters are sharded."""
+        if not self._is_sharded:
+            self.write()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _folder_of(session: Session) -> str:
+    """Return the folder of the recording: that of the checkpoints, or else ``default_root_dir``."""
+    folders = [getattr(callback, "dirpath", None) for callback in session.checkpoint_callbacks]
+    folder = next(filter(None, folders), session.config.default_root_dir)
+    if storage.is_remote(folder):
+        raise MisconfigurationException(
+            f'Trainer(record="hashes"): the folder of the checkpoints, {folder}, is not local: save to a local '
+            "folder, or remove `record`."
+        )
+    return str(storage.local(folder))

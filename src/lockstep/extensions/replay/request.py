@@ -1,0 +1,147 @@
+"""ReplayRequest of a replay, and what it found, which two processes exchange as files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+REQUEST = "request.json"
+
+
+@dataclass(frozen=True)
+class ReplayRequest:
+    """Which steps to replay, and how.
+
+    Attributes:
+        folder: folder for the results, where nothing else is.
+        checkpoint: checkpoint to start from; "" for the start of the script.
+        step: number of the step to take apart, as on the loggers' x axis.
+        until: number of the last step to train; at least ``step``.
+        without: places of samples to leave out, in all steps.
+        devices: number of ranks.
+        threads: number of threads for torch's operations; 0 for torch's default.
+        orders: description of the data that the run trained on, from the checkpoint.
+        kind: "samples" to take the step apart by samples and layers; "operations" to trace its operations; "hashes" to
+            record the hashes of all steps into ``folder``.
+        nudge: relative size of random changes of the weights before the step, to measure how rounding grows.
+    """
+
+    folder: str
+    checkpoint: str
+    step: int
+    until: int
+    without: tuple[int, ...] = ()
+    devices: int = 1
+    threads: int = 0
+    orders: list[list[Any]] | None = None
+    kind: Literal["samples", "operations", "hashes"] = "samples"
+    nudge: float = 0.0
+
+    def write(self) -> Path:
+        """Write the request into its folder, and return the file."""
+        file = Path(self.folder) / REQUEST
+        file.write_text(json.dumps(asdict(self)))
+        return file
+
+    @classmethod
+    def read(cls, file: str) -> ReplayRequest:
+        """Read a request from the file that :meth:`write` has written."""
+        fields = json.loads(Path(file).read_text())
+        return cls(**{**fields, "without": tuple(fields["without"])})
+
+
+@dataclass
+class SampleNorms:
+    """One sample of the step.
+
+    Attributes:
+        place: index in the data set; in a stream, number of the sample in its epoch. A list with several loaders.
+        loss: loss of the sample alone.
+        gradient: norm of the gradient of that loss.
+        weight: factor of the loss in the mean over the step's samples.
+        micro_batch: number of the micro-batch in the step.
+        row: index of the sample in its micro-batch.
+        batch: the sample, as a batch of one.
+    """
+
+    place: int | list[int]
+    loss: float
+    gradient: float
+    weight: float
+    micro_batch: int
+    row: int
+    batch: Any = None
+
+
+@dataclass
+class LayerNorms:
+    """Norms of one layer in the step.
+
+    Attributes:
+        name: path of the submodule.
+        kind: name of its class.
+        activation: norm of its outputs, over all micro-batches.
+        output_gradient: norm of the gradients of its outputs.
+        gradient: norm of the gradients of its own parameters; 0 without parameters.
+    """
+
+    name: str
+    kind: str
+    activation: float = 0.0
+    output_gradient: float = 0.0
+    gradient: float = 0.0
+
+
+@dataclass
+class Findings:
+    """What one rank found.
+
+    Attributes:
+        losses: mean loss of each replayed step, by the number of the step. Without an entry for a step in manual
+            optimization, whose losses only the user's code knows.
+        samples: samples of the step.
+        layers: layers of the step, in the order of the forward.
+        gradient: norm of the step's gradient, before clipping.
+        sum_error: norm of the difference between that gradient and the sum of the samples' gradients, relative to
+            that gradient; None if a sample's gradient is unknown.
+        first_not_finite: description of the first tensor in the step that is not finite; "" if there is none.
+        notes: what the numbers do not include, in sentences.
+        refusal: why the step could not be replayed.
+        torch: version of torch.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    samples: list[SampleNorms] = field(default_factory=list)
+    layers: list[LayerNorms] = field(default_factory=list)
+    gradient: float = 0.0
+    sum_error: float | None = None
+    first_not_finite: str = ""
+    notes: list[str] = field(default_factory=list)
+    refusal: str = ""
+    torch: str = str(torch.__version__)
+
+    def joined(self, before: Findings) -> Findings:
+        """Return these findings with the losses and notes of earlier steps."""
+        self.losses = {**before.losses, **self.losses}
+        self.notes = [*before.notes, *self.notes]
+        return self
+
+    def write(self, folder: str, rank: int) -> None:
+        """Write the findings of a rank to its file in ``folder``."""
+        torch.save(asdict(self), Path(folder) / f"rank-{rank}.pt")
+
+    @classmethod
+    def read(cls, folder: str, rank: int) -> Findings | None:
+        """Read the findings of a rank. Return None if the rank has written none."""
+        file = Path(folder) / f"rank-{rank}.pt"
+        if not file.exists():
+            return None
+        # own file of a moment ago; a sample may be an object of any class
+        fields = torch.load(file, weights_only=False)
+        samples = [SampleNorms(**sample) for sample in fields.pop("samples")]
+        layers = [LayerNorms(**layer) for layer in fields.pop("layers")]
+        return cls(samples=samples, layers=layers, **fields)
