@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.modules import QUIET, Classifier, perceptron
@@ -33,6 +34,31 @@ def test_whole_parameters_are_updated_beside_parts() -> None:
             gradient_clip_val=0.5,
         )
         assert report, report
+
+
+@pytest.mark.extension("balancing")
+@on_device()
+def test_blocks_of_a_pipeline_draw_on_devices_without_a_torch_generator() -> None:
+    """Their seeds came by way of torch.Generator(device), which torch makes for few kinds: no pipeline began."""
+    from lockstep.extensions.balancing.pipeline.block_random import BlockRandom
+
+    devices = {0: torch.device("madeup", 0), 1: torch.device("madeup", 1), 2: torch.device("madeup", 1)}
+
+    def drawn(place: int) -> list[float]:
+        with random.at(place):
+            return torch.rand(3, device=devices[place]).tolist()
+
+    torch.manual_seed(0)
+    before = [torch.get_rng_state(), *torch.get_device_module("madeup").get_rng_state_all()]
+    random = BlockRandom(devices)
+    first = [drawn(place) for place in devices]
+    saved = random.state_dict()
+    second = [drawn(place) for place in devices]
+    assert len({tuple(numbers) for numbers in first + second}) == 6
+    random.load_state_dict(saved)
+    assert [drawn(place) for place in devices] == second
+    after = [torch.get_rng_state(), *torch.get_device_module("madeup").get_rng_state_all()]
+    assert all(map(torch.equal, before, after))  # what the rest of the step draws
 
 
 @on_device(2, group=True)
