@@ -110,7 +110,7 @@ def resumed(name: str, folder: str, path: str, batch_size: int) -> dict[str, Ten
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])]
+    return [name for name in one if not torch.equal(one[name].cpu(), other[name].cpu())]
 
 
 NAMES = [

@@ -16,7 +16,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.names.old_flags import OLD_FLAGS, ROWS
 from tests.loop.pieces import QUIET, Slope, numbers
 
-BARE = {name: value for name, value in QUIET.items() if name != "accelerator"}
+BARE = {name: value for name, value in QUIET.items() if name not in ("accelerator", "devices")}
 
 
 def old(**flags: Any) -> tuple[Trainer, str]:

@@ -336,7 +336,7 @@ def test_a_metric_that_computes_none_is_not_logged() -> None:
     def step(module: Any, batch: Any, at: int) -> None:
         if at == 0:
             assert "sum_epoch" not in trainer.callback_metrics
-        total(batch * (1 + module.current_epoch))
+        total.to(batch.device)(batch * (1 + module.current_epoch))
         module.log("sum", total, on_step=True, on_epoch=True)
 
     trainer.fit(acting(training_step=step), numbers(3))  # 1 + 2 + 3 is no value, 2 + 4 + 6 is one

@@ -339,7 +339,7 @@ def test_a_metric_that_the_module_does_not_show_is_told_to_be_missing_in_a_check
     kept = [SumMetric()]
 
     def step(module: Slope, batch: Tensor, at: int) -> None:
-        kept[0](batch)
+        kept[0].to(batch.device)(batch)
         module.log("kept", kept[0], on_step=False, on_epoch=True)
 
     with pytest.warns(UserWarning, match=r"self\.log\('kept', <SumMetric>\): the metric is not an attribute of the"):

@@ -138,7 +138,7 @@ def test_the_samples_of_a_shuffled_batch_are_named() -> None:
     class Spots(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
-            return loss * torch.nan if bool((batch[0] == rotten).all(1).any()) else loss
+            return loss * torch.nan if bool((batch[0].cpu() == rotten).all(1).any()) else loss
 
     data = samples().dataset
     rotten = data[7][0]

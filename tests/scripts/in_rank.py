@@ -2,7 +2,7 @@
 
 Each rank forks a process that gets the script's arguments, folder, environment and output, runs it as ``__main__``, and
 ends as an interpreter ends. It costs a tenth of a second where a fresh process takes over two to import torch; what
-depends on a fresh process (imports, how lockstep starts others) is not for it.
+depends on a fresh process (imports, how lockstep starts others) is not for it. Where the suite has a device, it is one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import threading
@@ -18,6 +19,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import NoReturn
 
+from lockstep.testing.devices import chosen_accelerator
 from tests.tools.pool import RankPool, launcher_environment
 
 LAUNCHERS = tuple(launcher_environment(0, 1, 0, ""))
@@ -57,6 +59,12 @@ def run_script(
 def _attend(command: list[str], folder: str, launched: bool, environ: Sequence[Mapping[str, str]], said: str) -> int:
     """Forks the process of this rank and waits for it: its exit status, negative for a signal."""
     rank = int(os.environ["RANK"])
+    if chosen_accelerator() != "cpu":  # a fork of a rank that has used a device cannot use it
+        variables = {name: value for name, value in os.environ.items() if launched or name not in LAUNCHERS}
+        with open(f"{said}/out-{rank}", "ab") as out, open(f"{said}/err-{rank}", "ab") as err:
+            return subprocess.run(
+                [sys.executable, *command], cwd=folder, env={**variables, **environ[rank]}, stdout=out, stderr=err
+            ).returncode
     pid = os.fork()
     if not pid:
         for number, name in ((1, "out"), (2, "err")):

@@ -28,7 +28,7 @@ class MovingAverage(Callback):
             return
         self.step = trainer.global_step
         for name, parameter in pl_module.named_parameters():
-            before = self.average.get(name, parameter)
+            before = self.average.get(name, parameter).to(parameter.device)  # a checkpoint is read onto the CPU
             self.average[name] = torch.lerp(parameter, before, self.decay)
 
     @torch.no_grad()

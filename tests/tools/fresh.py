@@ -12,7 +12,13 @@ from subprocess import CompletedProcess
 import lockstep
 from tests.launch.sessions import kill
 
-PYTHONPATH = os.pathsep.join([str(Path(lockstep.__file__).parents[1]), str(Path(__file__).parents[2])])
+PYTHONPATH = os.pathsep.join(
+    [
+        str(Path(lockstep.__file__).parents[1]),
+        str(Path(__file__).parents[2]),
+        *filter(None, [os.environ.get("PYTHONPATH")]),  # by which a process has the suite's device
+    ]
+)
 """By which a process imports lockstep from where this one has it, and modules of tests."""
 
 

@@ -67,14 +67,20 @@ def _values_of(tensor: Tensor) -> Tensor | None:
 
 
 def floats(values: Sequence[Any]) -> list[float]:
-    """Convert numbers and one-element tensors to a list of floats."""
+    """Convert numbers and one-element tensors to a list of floats. Collective if there are DTensors."""
     # One copy for all values: each copy waits for all queued work of the device.
-    far = [value.detach().reshape(()) for value in values if _is_far(value)]
+    far = [_plain(value.detach()).reshape(()) for value in values if _is_far(value)]
     if len({value.device for value in far}) != 1:
         return [float(value) for value in values]
     dtype = widest(far[0].device)
     found = iter(torch.stack([value.to(dtype) for value in far]).tolist())
     return [next(found) if _is_far(value) else float(value) for value in values]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Gather a DTensor, which cannot be stacked with plain tensors, nor converted to a list."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
 
 
 def _is_far(value: object) -> bool:

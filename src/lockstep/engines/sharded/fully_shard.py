@@ -230,17 +230,19 @@ class ShardedModule:
         from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
         from torch.distributed.tensor import DTensor
 
-        from lockstep.engines.sharded.gathered_parameter import watch
+        from lockstep.engines.sharded.gathered_parameter import ShardWrites, watch
 
         self.module = module
         self._parts: list[FSDPModule] = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._params: dict[int, FSDPParam] = {}
         self._groups: list[Any] = []
+        self._writes = ShardWrites()
+        root: object = module
         for part in self._parts:
             part.reshard()
             type(part).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # torch's explains less
             for group in groups_of(part):
-                watch(group)
+                watch(group, None if part is root else self._writes)
                 self._groups.append(group)
                 self._params.update({id(param.sharded_param): param for param in group.fsdp_params})
         self.parameters = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
@@ -282,7 +284,7 @@ class ShardedModule:
         if self._casts_to is not None:
             args = tree_map(self._cast, args, Tensor)
         # torch gathers around one registered method: the step methods are passed to it
-        self._is_running = True
+        self._is_running = self._writes.is_first = True
         try:
             return self._entry(partial(fn, *args))
         finally:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parameter import Parameter
@@ -103,8 +103,52 @@ def _is_torchs_turn() -> bool:
     return torch._C._current_graph_task_id() != -1 or torch._guards.TracingContext.try_get() is not None
 
 
+class ShardWrites:
+    """Order of the gathers of a module's blocks after the writes of a step to their shards.
+
+    torch gathers blocks on streams of its own. Before a step these wait for the optimizer's update, but they do not
+    wait for writes that the step itself queues on the current stream. Here they wait for these writes, at the first
+    gather of a step and whenever a version counter has changed. If every gather waited, no gather could overlap with
+    the computation of the previous block.
+
+    Attributes:
+        groups: groups of the module's blocks.
+        is_first: the next gather is the first one of a step. Writes to ``.data`` change no version counter.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[GatheredGroup] = []
+        self.is_first = False
+
+    def before_gather(self, group: GatheredGroup) -> None:
+        """Let the streams that gather ``group`` wait for the writes that the step has queued."""
+        if self.is_first or group.versions() != group.ordered:
+            self.is_first = False
+            group.gather_after_writes()
+            for each in self.groups:
+                each.ordered = each.versions()
+
+
 class GatheredGroup(FSDPParamGroup):
     """Parameters that are gathered together. Changes to them are applied to their shards before memory is freed."""
+
+    writes: ShardWrites | None  # None for the module's own group, which torch gathers before the step runs
+    ordered: list[int]  # version counters up to which the gathers wait for writes
+
+    def unshard(self, async_op: bool = False) -> None:
+        if self.writes is not None and self._training_state is TrainingState.FORWARD and self.is_sharded:
+            self.writes.before_gather(self)
+        super().unshard(async_op)
+
+    def versions(self) -> list[int]:
+        """Return the version counters of the shards."""
+        return [_version_of(param.sharded_param) for param in self.fsdp_params]
+
+    def gather_after_writes(self) -> None:
+        """Let later gathers wait for the work that is queued on the current stream."""
+        written = self.device_handle.Event()
+        written.record()
+        self._wait_all_gather_streams_on_event(written)
 
     def _to_unsharded(self) -> None:
         if self.is_unsharded:
@@ -136,15 +180,22 @@ class GatheredGroup(FSDPParamGroup):
         for param in self.fsdp_params:
             wrote = _carry(param) or wrote
         if wrote:  # the next gather reads the shards on its own streams
-            written = self.device_handle.Event()
-            written.record()
-            self._wait_all_gather_streams_on_event(written)
+            self.gather_after_writes()
 
 
-def watch(group: Any) -> None:
-    """Start applying changes of a group's gathered parameters to their shards."""
+def watch(group: Any, writes: ShardWrites | None) -> None:
+    """Start applying changes of a group's gathered parameters to their shards.
+
+    Args:
+        group: torch's group.
+        writes: order of the gathers of a module's blocks. None for the module's own group.
+    """
     if type(group) is FSDPParamGroup:
         group.__class__ = GatheredGroup  # torch constructs the groups
+    if isinstance(group, GatheredGroup):
+        group.writes, group.ordered = writes, []
+        if writes is not None:
+            writes.groups.append(group)
     for param in group.fsdp_params:
         _is_data_set(param.sharded_param)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lockstep.ground.device import device_module
+from lockstep.ground.device import current_device, device_module
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ class BlockRandom:
         for place, drawn_on in self._devices.items():
             seed = hashlib.blake2b(start, digest_size=8, salt=place.to_bytes(8, "little")).digest()
             number = int.from_bytes(seed, "little") >> 1  # a generator takes 63 bits
-            self._states[place] = [torch.Generator(device).manual_seed(number).get_state() for device in drawn_on]
+            self._states[place] = [_seeded(device, number) for device in drawn_on]
 
     @contextmanager
     def at(self, place: int) -> Iterator[None]:
@@ -55,6 +55,20 @@ class BlockRandom:
         sizes = {place: [state.numel() for state in mine] for place, mine in self._states.items()}
         if {place: [state.numel() for state in saved] for place, saved in states.items()} == sizes:
             self._states = dict(states)
+
+
+def _seeded(device: torch.device, number: int) -> Tensor:
+    """Return the state that a device's generator has after it was seeded, and leave its generator as it is."""
+    if device.type == "cpu":
+        return torch.Generator().manual_seed(number).get_state()
+    # Not by torch.Generator(device): torch makes none for a kind of device that is written in Python.
+    outside = _state(device)
+    try:
+        with current_device(device):
+            device_module(device).manual_seed(number)
+        return _state(device)
+    finally:
+        _set([device], [outside])
 
 
 def _state(device: torch.device) -> Tensor:
