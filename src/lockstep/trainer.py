@@ -156,7 +156,7 @@ class Trainer(Attributes):
             "stop": the fit ends before the update. Both wait for the device in each step. "ignore": the fit continues.
             Weights that are not finite are never saved.
         record: "hashes": write 64 bits of the gradients and 64 bits of the weights of each step to the file
-            step-hashes.bin beside the checkpoints. They do not depend on the strategy. None: nothing is recorded.
+            step-hashes.bin in the folder of the checkpoints (docs/replay.md). None: nothing is recorded.
         hang_timeout: time, in seconds or as a timedelta, after which a wait of ranks for others is reported: which rank
             waits where, and what the others do. None: never.
         hang_kill: time, in seconds or as a timedelta, after which such a run is ended; if ranks have provably diverged,

@@ -20,8 +20,8 @@ from tests.guards.words import folder_of
 BUDGET = Path(__file__).with_name("budget.json")
 TOOLS = PROJECT / "tests" / "tools"
 
-MOST = 600_000
-"""Tokens in all folders together."""
+MOST = 616_000
+"""Tokens in all folders together: 600,000 from before the extension replay, and 16,000 for it."""
 
 RESERVE = "reserve"
 """The part of the budget that no folder has."""

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -48,6 +49,11 @@ def how_started() -> dict[str, Any]:
             if name in _VARIABLES or name.startswith("PL_TRAINER_")
         },
     }
+
+
+def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return this process' environment with other values for some variables, for a script that is started again."""
+    return {**os.environ, **variables}
 
 
 def _command() -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from lockstep.extensions.replay.bisect_command import Version
 from lockstep.extensions.replay.operations import Operation, Trace
 from lockstep.extensions.replay.parting import first_change, first_operation, first_step
 from lockstep.extensions.replay.recording import ROW, read
-from lockstep.extensions.replay.request import ReplayRequest
+from lockstep.extensions.replay.request import ReplayRequest, Script
 
 SCRIPT = """\
 import torch
@@ -99,7 +98,7 @@ STEP = 2
 def version(folder: Path, text: str = SCRIPT) -> Version:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "train.py").write_text(text)
-    return Version("A", sys.executable, str(folder), ("train.py",))
+    return Version("A", Script(["train.py"], str(folder)))
 
 
 @pytest.fixture(scope="module")

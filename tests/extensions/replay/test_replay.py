@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from lockstep.cli.run import main
-from lockstep.extensions.replay.command import _run
 from lockstep.extensions.replay.recording import read
 from lockstep.extensions.replay.report import ReplayReport
-from lockstep.extensions.replay.request import Findings, LayerNorms, ReplayRequest, SampleNorms
+from lockstep.extensions.replay.request import Findings, LayerNorms, ReplayRequest, SampleNorms, Script
 from lockstep.extensions.replay.run_checkpoints import find
 from lockstep.ground.errors import MisconfigurationException
 
@@ -48,15 +47,13 @@ def test_a_replay_trains_what_the_run_trained(words: list[str], tmp_path: Path) 
     assert saved.step == 10
     devices = 2 if "ddp" in words else 1
     request = ReplayRequest(str(tmp_path / "again"), saved.path, 13, 16, devices=devices, kind="hashes", threads=1)
-    Path(request.folder).mkdir()
-    variables = saved.started["variables"]
-    _run(request, saved.command([]), str(tmp_path), variables)
+    script = Script(saved.command([]), str(tmp_path), saved.started["variables"])
+    script.run(request, "replay")
     again = read(request.folder)
     assert (again[10:17] == recorded[10:17]).all()
     if devices == 2:  # on another number of ranks, sums are rounded in another order
         request = replace(request, devices=1, folder=str(tmp_path / "one"))
-        Path(request.folder).mkdir()
-        (found,) = _run(request, saved.command([]), str(tmp_path), variables)
+        (found,) = script.run(request, "replay")
         for step in range(10, 17):
             assert math.isclose(found.losses[step], of_run[step], rel_tol=1e-12)
     # the run's own files are as they were

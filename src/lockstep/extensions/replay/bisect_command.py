@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from lockstep.extensions.replay.parting import Parting
-    from lockstep.extensions.replay.request import ReplayRequest
+    from lockstep.extensions.replay.request import ReplayRequest, Script
     from lockstep.extensions.replay.run_checkpoints import SavedRun
 
 USAGE = """lockstep bisect A B
@@ -28,10 +28,10 @@ ABOUT = """\
 Find the first step in which two runs part, and in it the first operation: its name, its module, the line of the script,
 and by how much.
 A and B are the folders of two runs with Trainer(record="hashes"). Or compare a script with itself at another commit, or
-under another Python with other packages; both are started anew on one process.
+under another Python with other packages; both start from the beginning, on one process.
 """
 EXAMPLES = """\
-exit codes: 0 no difference, 1 they part, 2 could not tell
+exit codes: 0 no difference, 1 they part, 2 unknown
 
 examples:
   lockstep bisect runs/monday runs/tuesday
@@ -46,44 +46,20 @@ class Version:
 
     Attributes:
         name: "A" or "B".
-        python: the interpreter.
-        home: folder in which the script is started.
-        command: the script or ``-m`` and a module, and its arguments.
+        script: its script.
         checkpoint: checkpoint to start from; "" for the start.
-        variables: environment variables of the run.
         threads: number of threads for torch's operations; 0 for torch's default.
     """
 
     name: str
-    python: str
-    home: str
-    command: tuple[str, ...]
+    script: Script
     checkpoint: str = ""
-    variables: tuple[tuple[str, str], ...] = ()
     threads: int = 0
 
     def run(self, request: ReplayRequest) -> str:
-        """Run the version as requested, and return the version of torch that it runs with.
-
-        Raises:
-            MisconfigurationException: the script failed, or the step was not reached.
-        """
-        from lockstep.extensions.replay.request import Findings
-
-        os.makedirs(request.folder, exist_ok=True)
+        """Run the version as requested, on one process, and return the version of torch that it runs with."""
         request = replace(request, checkpoint=self.checkpoint, threads=self.threads)
-        words = [self.python, "-m", "lockstep.extensions.replay.child", str(request.write()), *self.command]
-        environment = {**os.environ, **dict(self.variables)}
-        done = subprocess.run(words, cwd=self.home, env=environment, stdout=sys.stderr, check=False)
-        found = Findings.read(request.folder, 0)
-        if found is None:
-            raise MisconfigurationException(
-                f"lockstep bisect: {self.name} ({' '.join(self.command)}) ended with exit code {done.returncode} "
-                f"before step {request.step}. Its output is above"
-            )
-        if found.refusal and not (request.kind == "hashes" and found.losses):
-            raise MisconfigurationException(f"lockstep bisect: {self.name}: {found.refusal}")
-        return found.torch
+        return self.script.run(request, f"lockstep bisect: {self.name}")[0].torch
 
 
 def bisect(words: Sequence[str]) -> int:
@@ -123,6 +99,7 @@ def _of_runs(runs: Sequence[str], folder: Path) -> tuple[list[Version], tuple[in
     """Return the versions of two recorded runs, and (step, field) where their recordings part."""
     from lockstep.extensions.replay.parting import first_step
     from lockstep.extensions.replay.recording import FILE, find_recording
+    from lockstep.extensions.replay.request import Script
     from lockstep.extensions.replay.run_checkpoints import find
 
     recordings = [find_recording(run) for run in runs]
@@ -141,10 +118,8 @@ def _of_runs(runs: Sequence[str], folder: Path) -> tuple[list[Version], tuple[in
         started = saved.started
         known = started.get("executable", "")
         python = known if os.path.exists(known) else sys.executable
-        variables = tuple(started.get("variables", {}).items())
-        path = os.path.abspath(saved.path)
-        version = Version(name, python, home, tuple(saved.command([])), path, variables, started.get("threads", 0))
-        versions.append(version)
+        script = Script(saved.command([]), home, started.get("variables", {}), python)
+        versions.append(Version(name, script, os.path.abspath(saved.path), started.get("threads", 0)))
     return versions, parted
 
 
@@ -196,14 +171,12 @@ def _of_script(
     """Return the two versions of a script, and (step, field) where they part in its first ``steps`` steps."""
     from lockstep.extensions.replay.parting import first_step
     from lockstep.extensions.replay.recording import read
-    from lockstep.extensions.replay.request import ReplayRequest
+    from lockstep.extensions.replay.request import ReplayRequest, Script
 
     here = os.getcwd()
     there = checkout(here, commit, folder / "code-B") if commit else here
-    versions = [
-        Version("A", sys.executable, here, tuple(script)),
-        Version("B", os.path.abspath(os.path.expanduser(python)) if python else sys.executable, there, tuple(script)),
-    ]
+    other = os.path.abspath(os.path.expanduser(python)) if python else sys.executable
+    versions = [Version("A", Script(script, here)), Version("B", Script(script, there, python=other))]
 
     def recorded(version: Version) -> np.ndarray:
         own = str(folder / f"hashes-{version.name}")

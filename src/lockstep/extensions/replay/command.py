@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lockstep.cli.run import CommandParser, number_from
 from lockstep.ground.errors import MisconfigurationException
-
-if TYPE_CHECKING:
-    from lockstep.extensions.replay.request import Findings, ReplayRequest
 
 USAGE = "lockstep replay RUN --step N [options] [-- script.py arguments]"
 ABOUT = """\
@@ -54,7 +49,7 @@ def replay(words: Sequence[str]) -> int:
 
     # not at the top: errors in options are reported without waiting for the import of torch
     from lockstep.extensions.replay.report import ReplayReport
-    from lockstep.extensions.replay.request import ReplayRequest
+    from lockstep.extensions.replay.request import ReplayRequest, Script
     from lockstep.extensions.replay.run_checkpoints import find
 
     saved = find(options.run, options.step)
@@ -71,12 +66,11 @@ def replay(words: Sequence[str]) -> int:
             threads=saved.started.get("threads", 0),
             orders=saved.own["plan"].get("orders"),
         )
-        home, variables = saved.started.get("folder", "."), saved.started.get("variables", {})
-        report = ReplayReport(request, _run(request, command, home, variables))
+        script = Script(command, saved.started.get("folder", "."), saved.started.get("variables", {}))
+        report = ReplayReport(request, script.run(request, "lockstep replay"))
         if options.without:
             left = replace(request, without=options.without, folder=os.path.join(folder, "without"))
-            os.mkdir(left.folder)
-            report.without = _run(left, command, home, variables)
+            report.without = script.run(left, "lockstep replay")
     print(report)
     if options.save is not None:
         report.save(Path(options.save))
@@ -85,37 +79,6 @@ def replay(words: Sequence[str]) -> int:
         report.draw(Path(options.picture))
         print(f"written: {options.picture}", file=sys.stderr)
     return 0
-
-
-def _run(request: ReplayRequest, command: list[str], home: str, variables: dict[str, str]) -> list[Findings]:
-    """Run the script again, and return what each rank found.
-
-    Args:
-        request: what to replay.
-        command: the script and its arguments.
-        home: folder in which the run was started.
-        variables: environment variables of the run.
-
-    Raises:
-        MisconfigurationException: the script failed, or the step was not reached.
-    """
-    from lockstep.extensions.replay.request import Findings
-
-    if not os.path.isdir(home):
-        raise MisconfigurationException(f"{home}: the run was started in this folder, which is not there")
-    words = [sys.executable, "-m", "lockstep.extensions.replay.child", str(request.write()), *command]
-    code = subprocess.run(words, cwd=home, env={**os.environ, **variables}, stdout=sys.stderr, check=False).returncode
-    found = [Findings.read(request.folder, rank) for rank in range(request.devices)]
-    refusal = next((each.refusal for each in found if each is not None and each.refusal), "")
-    if refusal:
-        raise MisconfigurationException(f"lockstep replay: {refusal}")
-    known = [each for each in found if each is not None]
-    if len(known) < len(found):
-        what = f"failed with exit code {code}" if code else "ended without a fit of lockstep's Trainer"
-        raise MisconfigurationException(
-            f"lockstep replay: {' '.join(command)} {what} before step {request.step}. Its output is above"
-        )
-    return known
 
 
 def _places(text: str) -> tuple[int, ...]:

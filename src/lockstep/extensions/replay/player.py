@@ -12,7 +12,7 @@ from lockstep.data.window import Window
 from lockstep.extensions.replay.operations import OperationTrace, nudge
 from lockstep.extensions.replay.request import Findings, ReplayRequest
 from lockstep.extensions.replay.rows import NoRows, take
-from lockstep.extensions.replay.window import MicroBatch, WindowAnalysis
+from lockstep.extensions.replay.window import PlacedMicroBatch, WindowAnalysis
 
 if TYPE_CHECKING:
     from lockstep.data.feed import Feed
@@ -32,7 +32,7 @@ class KeptWindow:
         micro_batches: the micro-batches to yield.
     """
 
-    def __init__(self, window: Window, micro_batches: Sequence[MicroBatch]) -> None:
+    def __init__(self, window: Window, micro_batches: Sequence[PlacedMicroBatch]) -> None:
         self._window = window
         self._micro_batches = micro_batches
 
@@ -137,7 +137,7 @@ class Player(Callback):
 
     def _with_places(
         self, feed: Feed, micro_batches: list[tuple[Any, float, float]], batch_idx: int
-    ) -> list[MicroBatch]:
+    ) -> list[PlacedMicroBatch]:
         """Return the micro-batches with the places of their samples."""
         recorded = [source.recorded for source in feed.sources[0].leaves()]
         if all(each is None for each in recorded) and self._first_place != batch_idx:
@@ -151,11 +151,11 @@ class Player(Callback):
             else:
                 places = lists[0] if len(lists) == 1 else [list(row) for row in zip(*lists, strict=False)]
             self._place += round(weight)
-            found.append(MicroBatch(batch, weight, share, places))
+            found.append(PlacedMicroBatch(batch, weight, share, places))
         self._first_place = batch_idx + len(found)
         return found
 
-    def _without(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    def _without(self, micro_batches: list[PlacedMicroBatch]) -> list[PlacedMicroBatch]:
         """Return the micro-batches without the samples to leave out. The others weigh more."""
         out = set(self.request.without)
         kept = [[row for row, place in enumerate(each.places) if place not in out] for each in micro_batches]
@@ -173,7 +173,7 @@ class Player(Callback):
             except NoRows as error:
                 self.refuse(str(error))
             places = [each.places[row] for row in rows]
-            found.append(MicroBatch(batch, float(len(rows)), total * len(rows) / left, places))
+            found.append(PlacedMicroBatch(batch, float(len(rows)), total * len(rows) / left, places))
         return found
 
 

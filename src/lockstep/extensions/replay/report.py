@@ -21,7 +21,7 @@ SHOWN = 20
 
 
 class ReplayReport:
-    """What a replay found on all ranks.
+    """Findings of a replay on all ranks.
 
     Args:
         request: what was replayed.

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.launch.started import environment_with
+
 REQUEST = "request.json"
 
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """Which steps to replay, and how.
+    """Request to replay steps.
 
     Attributes:
         folder: folder for the results, where nothing else is.
@@ -98,7 +105,7 @@ class LayerNorms:
 
 @dataclass
 class Findings:
-    """What one rank found.
+    """Findings of one rank.
 
     Attributes:
         losses: mean loss of each replayed step, by the number of the step. Without an entry for a step in manual
@@ -145,3 +152,48 @@ class Findings:
         samples = [SampleNorms(**sample) for sample in fields.pop("samples")]
         layers = [LayerNorms(**layer) for layer in fields.pop("layers")]
         return cls(samples=samples, layers=layers, **fields)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A training script that can be started again.
+
+    Attributes:
+        words: the script or ``-m`` and a module, and arguments.
+        folder: folder in which it is started.
+        variables: environment variables that it had.
+        python: the interpreter.
+    """
+
+    words: Sequence[str]
+    folder: str = "."
+    variables: Mapping[str, str] = field(default_factory=dict)
+    python: str = sys.executable
+
+    def run(self, request: ReplayRequest, who: str) -> list[Findings]:
+        """Start the script, let it do what is requested, and return the findings of each rank.
+
+        Args:
+            request: request of the replay.
+            who: start of error messages, such as the command.
+
+        Raises:
+            MisconfigurationException: the script failed, or the step was not reached.
+        """
+        if not os.path.isdir(self.folder):
+            raise MisconfigurationException(f"{who}: the run was started in {self.folder}, which is not there")
+        os.makedirs(request.folder, exist_ok=True)
+        command = [self.python, "-m", "lockstep.extensions.replay.child", str(request.write()), *self.words]
+        environment = environment_with(self.variables)
+        code = subprocess.run(command, cwd=self.folder, env=environment, stdout=sys.stderr, check=False).returncode
+        known = [Findings.read(request.folder, rank) for rank in range(request.devices)]
+        found = [each for each in known if each is not None]
+        refusal = next((each.refusal for each in found if each.refusal), "")
+        if refusal and not (request.kind == "hashes" and found[0].losses):  # a shorter run has fewer hashes
+            raise MisconfigurationException(f"{who}: {refusal}")
+        if len(found) < len(known):
+            what = f"failed with exit code {code}" if code else "ended without a fit of lockstep's Trainer"
+            raise MisconfigurationException(
+                f"{who}: {' '.join(self.words)} {what} before step {request.step}. Its output is above"
+            )
+        return found

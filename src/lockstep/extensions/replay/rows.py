@@ -12,7 +12,7 @@ from lockstep.ground.tree import tree_map
 
 
 class NoRows(ValueError):
-    """Error for a batch whose samples cannot be told apart."""
+    """Error for a batch from which single samples cannot be taken."""
 
 
 def take(batch: Any, rows: Sequence[int], size: int) -> Any:

@@ -33,7 +33,7 @@ SHARDED = (
 BY_HAND = "Samples and layers are not taken apart: in manual optimization, only `training_step` knows the losses."
 
 
-class MicroBatch(NamedTuple):
+class PlacedMicroBatch(NamedTuple):
     """A micro-batch of the window, with the places of its samples."""
 
     batch: Any
@@ -64,7 +64,7 @@ class WindowAnalysis:
         self._sum: dict[str, Tensor] = {}
         self._layers: dict[str, LayerNorms] = {}
 
-    def run(self, micro_batches: Sequence[MicroBatch], batch_idx: int) -> Findings:
+    def run(self, micro_batches: Sequence[PlacedMicroBatch], batch_idx: int) -> Findings:
         """Analyse a window, and return what was found.
 
         Args:
@@ -87,12 +87,12 @@ class WindowAnalysis:
         with self._undone():
             self._run_samples(found, micro_batches, batch_idx)
         if not math.isfinite(found.gradient) or not all(math.isfinite(sample.loss) for sample in found.samples):
-            found.first_not_finite = self._first_not_finite(micro_batches, batch_idx)
+            found.first_not_finite = self._first_not_finite(found.samples, micro_batches, batch_idx)
         return found
 
     # -- the whole window ----------------------------------------------------------------------------------
 
-    def _run_whole(self, micro_batches: Sequence[MicroBatch], batch_idx: int) -> None:
+    def _run_whole(self, micro_batches: Sequence[PlacedMicroBatch], batch_idx: int) -> None:
         """Run forward and backward of the window as the fit will, and record gradients and layers' norms."""
         with ExitStack() as hooks:
             for name, module in self._module.named_modules():
@@ -115,7 +115,7 @@ class WindowAnalysis:
         norm = _norm([gradient]) / self._strategy.world_size
         layer.output_gradient = math.hypot(layer.output_gradient, norm)
 
-    def _backward(self, micro_batches: Sequence[MicroBatch], batch_idx: int) -> dict[str, Tensor]:
+    def _backward(self, micro_batches: Sequence[PlacedMicroBatch], batch_idx: int) -> dict[str, Tensor]:
         """Return the gradient of the window's mean loss on this rank, by the name of the parameter."""
         total: dict[str, Tensor] = {}
         for number, micro_batch in enumerate(micro_batches):
@@ -145,7 +145,7 @@ class WindowAnalysis:
 
     # -- its samples ---------------------------------------------------------------------------------------
 
-    def _run_samples(self, found: Findings, micro_batches: Sequence[MicroBatch], batch_idx: int) -> None:
+    def _run_samples(self, found: Findings, micro_batches: Sequence[PlacedMicroBatch], batch_idx: int) -> None:
         """Run forward and backward of each sample alone."""
         if any(isinstance(module, _BatchNorm) and module.training for module in self._module.modules()):
             found.notes.append(BATCH_NORM)
@@ -233,17 +233,16 @@ class WindowAnalysis:
 
     # -- values that are not finite ------------------------------------------------------------------------
 
-    def _first_not_finite(self, micro_batches: Sequence[MicroBatch], batch_idx: int) -> str:
+    def _first_not_finite(
+        self, samples: Sequence[SampleNorms], micro_batches: Sequence[PlacedMicroBatch], batch_idx: int
+    ) -> str:
         """Describe the first tensor that is not finite: a weight, a sample, or the result of an operation."""
         name = not_finite_in(dict(self._module.named_parameters()) | dict(self._module.named_buffers()))
         if name:
             return f"{name} was not finite before the step"
-        for micro_batch in micro_batches:
-            size = round(micro_batch.weight)
-            for row in range(size):
-                one = take(micro_batch.batch, [row], size)
-                if not_finite_in({str(at): leaf for at, leaf in enumerate(tree_leaves(one, Tensor))}):
-                    return f"the batch itself: sample {micro_batch.places[row]} has values that are not finite"
+        for sample in samples:
+            if not_finite_in({str(at): leaf for at, leaf in enumerate(tree_leaves(sample.batch, Tensor))}):
+                return f"the batch itself: sample {sample.place} has values that are not finite"
         search = FirstNotFinite(self._module)
         with self._undone(), search.watching():
             self._backward(micro_batches, batch_idx)
