@@ -98,11 +98,11 @@ def bisect(words: Sequence[str]) -> int:
 def _of_runs(runs: Sequence[str], folder: Path) -> tuple[list[Version], tuple[int, str] | None]:
     """Return the versions of two recorded runs, and (step, field) where their recordings part."""
     from lockstep.extensions.replay.parting import first_step
-    from lockstep.extensions.replay.recording import FILE, find_recording
+    from lockstep.extensions.replay.recording import FILE, read
     from lockstep.extensions.replay.request import Script
     from lockstep.extensions.replay.run_checkpoints import find
 
-    recordings = [find_recording(run) for run in runs]
+    recordings = [read(run, below=True) for run in runs]
     for run, recording in zip(runs, recordings, strict=True):
         if not len(recording):
             raise MisconfigurationException(
@@ -155,11 +155,9 @@ def checkout(home: str, revision: str, folder: Path) -> str:
     Raises:
         MisconfigurationException: there is no repository or no such revision.
     """
-    inside = subprocess.run(["git", "-C", home, "rev-parse", "--show-prefix"], capture_output=True, text=True)
     archive = subprocess.run(["git", "-C", home, "archive", "--format=tar", f"{revision}:./"], capture_output=True)
-    if inside.returncode or archive.returncode:
-        problem = (inside.stderr or archive.stderr.decode()).strip()
-        raise MisconfigurationException(f"lockstep bisect: {home} at {revision!r}: {problem}")
+    if archive.returncode:
+        raise MisconfigurationException(f"lockstep bisect: {home} at {revision!r}: {archive.stderr.decode().strip()}")
     folder.mkdir(parents=True)
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
     return str(folder)

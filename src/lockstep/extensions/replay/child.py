@@ -91,8 +91,9 @@ def changed_flags(flags: dict[str, Any], request: ReplayRequest, player: Player)
         "enable_model_summary": False,
         "max_time": None,
         "profiler": None,
-        "record": "hashes" if request.kind == "hashes" else None,
     }
+    if request.kind == "hashes":  # else the script's own flag
+        changed["record"] = "hashes"
     if request.devices == 1:
         changed["strategy"] = "auto"
     if not accelerator_kinds():

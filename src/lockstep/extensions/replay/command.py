@@ -9,9 +9,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.cli.run import CommandParser, number_from
 from lockstep.ground.errors import MisconfigurationException
+
+if TYPE_CHECKING:
+    from lockstep.extensions.replay.request import ReplayRequest
+    from lockstep.extensions.replay.run_checkpoints import SavedRun
 
 USAGE = "lockstep replay RUN --step N [options] [-- script.py arguments]"
 ABOUT = """\
@@ -71,14 +76,30 @@ def replay(words: Sequence[str]) -> int:
         if options.without:
             left = replace(request, without=options.without, folder=os.path.join(folder, "without"))
             report.without = script.run(left, "lockstep replay")
+        report.bits = _compared(saved, request, options.run)
     print(report)
-    if options.save is not None:
-        report.save(Path(options.save))
-        print(f"written: {options.save}", file=sys.stderr)
-    if options.picture is not None:
-        report.draw(Path(options.picture))
-        print(f"written: {options.picture}", file=sys.stderr)
+    for file, write in ((options.save, report.save), (options.picture, report.draw)):
+        if file is not None:
+            write(Path(file))
+            print(f"written: {file}", file=sys.stderr)
     return 0
+
+
+def _compared(saved: SavedRun, request: ReplayRequest, run: str) -> str:
+    """Compare the hashes of the replayed steps with the run's recording, and return a sentence.
+
+    Return "" if one of them is not recorded, or if the replay has another number of ranks.
+    """
+    from lockstep.extensions.replay.parting import first_step
+    from lockstep.extensions.replay.recording import read
+
+    of_run, replayed = read(run, below=True)[saved.step :], read(request.folder)[saved.step :]
+    if request.devices != saved.ranks or not len(of_run) or not len(replayed):
+        return ""
+    parted = first_step(of_run, replayed)
+    if parted is None:
+        return f"Steps {saved.step} to {request.until} have the bits of the run."
+    return f"The replay parts from the run in step {saved.step + parted[0]}: other data, other code or another machine."
 
 
 def _places(text: str) -> tuple[int, ...]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,9 @@ class Operation:
     phase: str
     module: str
     line: str
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    is_view: bool
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    is_view: bool = False
 
     def __str__(self) -> str:
         """Return the operation with its place."""
@@ -119,8 +120,8 @@ def line_of_forward(node: Any) -> str:
     return found
 
 
-class OperationTrace(TorchDispatchMode):
-    """Dispatch mode that records every operation.
+class OperationWatch(TorchDispatchMode, ABC):
+    """Dispatch mode that looks at every operation before and after it runs.
 
     Args:
         module: the user's module.
@@ -128,25 +129,21 @@ class OperationTrace(TorchDispatchMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._hash = TensorHash(0)
         self._modules = ModuleStack(module)
         self._module_of_line: dict[str, str] = {}
         self._in_update = False
-        self._operations: list[Operation] = []
-        self._values: list[np.ndarray] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record operations in the ``with`` block."""
-        before = register_optimizer_step_pre_hook(lambda *_: self._set_update(True))
-        after = register_optimizer_step_post_hook(lambda *_: self._set_update(False))
-        try:
-            # anomaly mode stores the line of each forward operation, which its backward shows
-            with self._modules.watching(), torch.autograd.set_detect_anomaly(True, check_nan=False), self:
-                yield
-        finally:
-            before.remove()
-            after.remove()
+        """Watch operations in the ``with`` block."""
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(lambda *_: self._set_update(True)).remove)
+            stack.callback(register_optimizer_step_post_hook(lambda *_: self._set_update(False)).remove)
+            stack.enter_context(self._modules.watching())
+            # stores the line of each forward operation, which its backward shows
+            stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+            stack.enter_context(self)
+            yield
 
     def _set_update(self, is_on: bool) -> None:
         self._in_update = is_on
@@ -154,27 +151,59 @@ class OperationTrace(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and record it."""
-        given = [*tree_leaves((args, kwargs or {}), Tensor)]
-        inputs = tuple(map(self._hashed, given))
+        """Run an operation, and look at it."""
+        given = self.look([*tree_leaves((args, kwargs or {}), (Tensor, float))])
         result = func(*args, **(kwargs or {}))
         outputs = [*tree_leaves(result, Tensor)]
         name = func.name().removeprefix("aten::").partition(".")[0]
-        if not outputs or "empty" in name:  # memory without values differs each time
-            return result
-        node = torch._C._current_autograd_node()
-        if node is not None:
-            phase, line = "backward", line_of_forward(node)
-            module = self._module_of_line.get(line, "")
-        else:
-            line, module = users_line(), self._modules.innermost
-            phase = "forward" if (line or module) and not self._in_update else "update"
-            self._module_of_line[line] = module
-        self._operations.append(
-            Operation(name, phase, module, line, inputs, tuple(map(self._hashed, outputs)), func.is_view)
-        )
-        self._values.append(_sampled(outputs))
+        if outputs and "empty" not in name:  # memory without values differs each time
+            node = torch._C._current_autograd_node()
+            if node is None:
+                line, module = users_line(), self._modules.innermost
+                phase = "forward" if (line or module) and not self._in_update else "update"
+                self._module_of_line[line] = module
+            else:
+                phase, line = "backward", line_of_forward(node)
+                module = self._module_of_line.get(line, "")
+            self.record(Operation(name, phase, module, line, is_view=func.is_view), given, outputs)
         return result
+
+    @abstractmethod
+    def look(self, given: list[Any]) -> Any:
+        """Return what :meth:`record` needs of the tensors and numbers that an operation gets, which it may change."""
+
+    @abstractmethod
+    def record(self, operation: Operation, given: Any, outputs: list[Tensor]) -> None:
+        """Look at the results of an operation.
+
+        Args:
+            operation: the operation, without hashes.
+            given: result of :meth:`look`.
+            outputs: its results.
+        """
+
+
+class OperationTrace(OperationWatch):
+    """Dispatch mode that records every operation.
+
+    Args:
+        module: the user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._hash = TensorHash(0)
+        self._operations: list[Operation] = []
+        self._values: list[np.ndarray] = []
+
+    def look(self, given: list[Any]) -> tuple[int, ...]:
+        """Return the hashes of the tensors."""
+        return tuple(self._hashed(each) for each in given if isinstance(each, Tensor))
+
+    def record(self, operation: Operation, given: tuple[int, ...], outputs: list[Tensor]) -> None:
+        """Append the operation to the trace."""
+        self._operations.append(replace(operation, inputs=given, outputs=tuple(map(self._hashed, outputs))))
+        self._values.append(_sampled(outputs))
 
     def _hashed(self, tensor: Tensor) -> int:
         return int(self._hash({"": tensor}, tensor.device)) if tensor.layout is torch.strided else 0

@@ -106,7 +106,7 @@ class Player(Callback):
         if request.without:
             micro_batches = self._without(micro_batches)
         if number == request.step and request.kind == "samples":
-            self.found = WindowAnalysis(trainer, step).run(micro_batches, batch_idx).joined(self.found)
+            WindowAnalysis(trainer, step).run(micro_batches, batch_idx, self.found)
         self._losses = []
         running = play(KeptWindow(window, micro_batches), batch_idx)
         if number == request.step and request.kind == "operations":

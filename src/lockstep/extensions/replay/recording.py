@@ -29,22 +29,20 @@ MOST_KEPT = 256
 """Rows that stay on a device before they are read, which waits for it."""
 
 
-def read(folder: str | os.PathLike[str]) -> np.ndarray:
-    """Return the recording in a folder, one row per step from step 0. It is empty if there is none.
+def read(run: str | os.PathLike[str], below: bool = False) -> np.ndarray:
+    """Return the recording of a run. It is empty if there is none.
+
+    Args:
+        run: folder with the recording.
+        below: search in its subfolders too, and return the newest recording.
 
     Returns:
-        a structured array (steps,) with the int64 fields "gradients" and "weights"; both are 0 for a step that was not
-        recorded.
+        a structured array (steps,) with the int64 fields "gradients" and "weights", from step 0; both are 0 for a step
+        that was not recorded.
     """
-    file = Path(folder, FILE)
-    data = file.read_bytes() if file.is_file() else b""
+    files = sorted(Path(run).glob(f"**/{FILE}" if below else FILE), key=os.path.getmtime)
+    data = files[-1].read_bytes() if files else b""
     return np.frombuffer(data[: len(data) - len(data) % ROW.itemsize], ROW)
-
-
-def find_recording(run: str | os.PathLike[str]) -> np.ndarray:
-    """Return the recording in the folder of a run or below it, the newest one if there are several."""
-    files = sorted(Path(run).rglob(FILE), key=os.path.getmtime)
-    return read(files[-1].parent if files else run)
 
 
 @contextmanager

@@ -29,28 +29,20 @@ class ReplayReport:
 
     Attributes:
         without: the findings of each rank in the steps without some samples; [] if none were left out.
+        bits: a sentence that compares the replayed steps with the run's recording; "" without one.
     """
 
     def __init__(self, request: ReplayRequest, found: Sequence[Findings]) -> None:
         self.request = request
         self.found = list(found)
         self.without: list[Findings] = []
+        self.bits = ""
 
     @property
     def samples(self) -> list[SampleNorms]:
         """The samples of the step; those whose gradient weighs most first, and before them those without a value."""
         every = [sample for found in self.found for sample in found.samples]
         return sorted(every, key=_contribution, reverse=True)
-
-    @property
-    def layers(self) -> list[LayerNorms]:
-        """The layers of the step, with norms over the micro-batches of all ranks."""
-        first, *others = [found.layers for found in self.found]
-        for layers in others:
-            for layer, other in zip(first, layers, strict=False):
-                layer.activation = math.hypot(layer.activation, other.activation)
-                layer.output_gradient = math.hypot(layer.output_gradient, other.output_gradient)
-        return first
 
     def losses(self, found: Sequence[Findings]) -> dict[int, float]:
         """Return the mean loss over all ranks, by the number of the step."""
@@ -80,10 +72,10 @@ class ReplayReport:
                 ": the loss depends on the whole batch, or the step draws random numbers."
             )
         if first.layers:
-            lines += ["", "layers:", self._layers_table(self.layers)]
+            lines += ["", "layers" + (" on rank 0:" if request.devices > 1 else ":"), self._layers_table(first.layers)]
         lines += ["", self._losses_table()] if self.request.until > self.request.step or self.without else []
         lines += sorted({note for found in (*self.found, *self.without) for note in found.notes})
-        return "\n".join(lines)
+        return "\n".join([*lines, self.bits] if self.bits else lines)
 
     def _samples_table(self, samples: Sequence[SampleNorms]) -> str:
         total = sum(part for sample in self.samples if math.isfinite(part := _contribution(sample)))
@@ -135,7 +127,7 @@ class ReplayReport:
         except ImportError:
             raise missing_extra("matplotlib", "plot", "lockstep replay --picture") from None
         losses = self.losses(self.found)
-        layers = self.layers
+        layers = self.found[0].layers
         figure = Figure(figsize=(12, 4 + 0.14 * max(len(layers) - 20, 0)), layout="constrained")
         axes = figure.subplots(1, 3 if len(losses) > 1 else 2)
         self._draw_samples(axes[0])

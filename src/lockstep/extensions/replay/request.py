@@ -131,12 +131,6 @@ class Findings:
     refusal: str = ""
     torch: str = str(torch.__version__)
 
-    def joined(self, before: Findings) -> Findings:
-        """Return these findings with the losses and notes of earlier steps."""
-        self.losses = {**before.losses, **self.losses}
-        self.notes = [*before.notes, *self.notes]
-        return self
-
     def write(self, folder: str, rank: int) -> None:
         """Write the findings of a rank to its file in ``folder``."""
         torch.save(asdict(self), Path(folder) / f"rank-{rank}.pt")

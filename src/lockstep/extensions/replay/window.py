@@ -64,20 +64,20 @@ class WindowAnalysis:
         self._sum: dict[str, Tensor] = {}
         self._layers: dict[str, LayerNorms] = {}
 
-    def run(self, micro_batches: Sequence[PlacedMicroBatch], batch_idx: int) -> Findings:
-        """Analyse a window, and return what was found.
+    def run(self, micro_batches: Sequence[PlacedMicroBatch], batch_idx: int, found: Findings) -> None:
+        """Analyse a window.
 
         Args:
             micro_batches: the window.
             batch_idx: ``batch_idx`` of its first micro-batch.
+            found: takes samples, layers, and the other findings.
         """
-        found = Findings()
         if not self._module.automatic_optimization:
             found.notes.append(BY_HAND)
-            return found
+            return
         if self._strategy.cuts_parameters:
             found.notes.append(SHARDED.format(strategy=type(self._strategy).__name__))
-            return found
+            return
         with self._undone():
             self._run_whole(micro_batches, batch_idx)
         gradients = self._gradients = self._mean(self._gradients)
@@ -88,7 +88,6 @@ class WindowAnalysis:
             self._run_samples(found, micro_batches, batch_idx)
         if not math.isfinite(found.gradient) or not all(math.isfinite(sample.loss) for sample in found.samples):
             found.first_not_finite = self._first_not_finite(found.samples, micro_batches, batch_idx)
-        return found
 
     # -- the whole window ----------------------------------------------------------------------------------
 
@@ -150,24 +149,22 @@ class WindowAnalysis:
         if any(isinstance(module, _BatchNorm) and module.training for module in self._module.modules()):
             found.notes.append(BATCH_NORM)
         total: dict[str, Tensor] = {}
-        weights: list[float] = []
         try:
             for number, micro_batch in enumerate(micro_batches):
                 batch = self._moved(micro_batch.batch)
                 size = round(micro_batch.weight)
                 for row in range(size if batch is not None else 0):
                     one = take(batch, [row], size)
-                    sample, gradients, weight = self._run_sample(one, batch_idx + number, micro_batch.share / size)
+                    norms, gradients = self._run_sample(one, batch_idx + number, micro_batch.share / size)
                     place = micro_batch.places[row] if row < len(micro_batch.places) else row
-                    found.samples.append(SampleNorms(place, *sample, number, row, _on_cpu(one)))
-                    weights.append(weight)
+                    found.samples.append(SampleNorms(place, *norms, number, row, tree_map(Tensor.cpu, one, Tensor)))
                     _add(total, gradients)
         except NoRows as error:
             found.notes.append(f"Samples are not taken apart: {error}.")
             return
         divisor = 1.0 if self._fit.weights is None else float(self._fit.weights)
-        for norms, weight in zip(found.samples, weights, strict=True):
-            norms.weight = weight / divisor / self._strategy.world_size
+        for sample in found.samples:
+            sample.weight /= divisor * self._strategy.world_size
         if self._strategy.world_size > 1:
             return
         difference = [self._gradients[name] - gradient / divisor for name, gradient in total.items()]
@@ -175,8 +172,8 @@ class WindowAnalysis:
 
     def _run_sample(
         self, one: Any, batch_idx: int, share: float
-    ) -> tuple[tuple[float, float, float], dict[str, Tensor], float]:
-        """Return ((loss, gradient norm, weight), weighted gradients, weight) of one sample."""
+    ) -> tuple[tuple[float, float, float], dict[str, Tensor]]:
+        """Return ((loss, gradient norm, weight), gradients times weight) of one sample."""
         states = random_states()
         with self._batch_norm_fixed():
             loss, factor = self._loss(one, batch_idx, share)
@@ -185,7 +182,7 @@ class WindowAnalysis:
         weight = float(factor)
         value = math.nan if loss is None else float(loss.detach())
         norm = _norm(gradients.values())
-        return (value, norm, weight), {name: gradient * weight for name, gradient in gradients.items()}, weight
+        return (value, norm, weight), {name: gradient * weight for name, gradient in gradients.items()}
 
     @contextmanager
     def _batch_norm_fixed(self) -> Iterator[None]:
@@ -258,7 +255,3 @@ def _norm(tensors: Any) -> float:
     """Return the 2-norm of all tensors together."""
     norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in tensors if tensor.numel()]
     return float(torch.stack(norms).norm()) if norms else 0.0
-
-
-def _on_cpu(one: Any) -> Any:
-    return tree_map(lambda tensor: tensor.detach().cpu(), one, Tensor)

@@ -1,0 +1,1 @@
+"""Runs whose faults docs/replay.md finds."""
