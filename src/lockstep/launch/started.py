@@ -16,8 +16,10 @@ import torch
 
 from lockstep.supervise.stack import FOREIGN
 
-FOLDER = os.getcwd()
-"""The current folder when lockstep was imported: scripts may change it before they train."""
+FOLDER = os.sep
+"""The current folder when lockstep was imported: scripts may change it before they train. "/" if it was deleted."""
+with suppress(OSError):
+    FOLDER = os.getcwd()
 
 _VARIABLES = (
     *("CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE"),
@@ -98,8 +100,9 @@ def hashes_of_code() -> dict[str, str]:
     """
     found = {}
     for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None) or ""
-        if file and not os.path.abspath(file).startswith(FOREIGN):
+        # not getattr: a module may import something when it is asked for an attribute
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if isinstance(file, str) and not os.path.abspath(file).startswith(FOREIGN):
             path = os.path.relpath(file, FOLDER)
             with suppress(OSError), open(file, "rb") as opened:
                 digits = hashlib.sha256(opened.read()).hexdigest()[:16]

@@ -35,9 +35,13 @@ class TensorHash:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._factors: dict[tuple[int, int, int, torch.device], Tensor] = {}
+        self._layouts: dict[tuple[str, torch.Size, torch.dtype], tuple[Tensor, Tensor] | None] = {}
+        self._joined: dict[tuple[str, ...], Tensor] = {}
 
     def __call__(self, named: Mapping[str, Tensor], device: torch.device) -> Tensor:
         """Return this rank's part of the hash, as int64 on ``device``. The sum over all ranks is the hash.
+
+        A name must always have the same placement.
 
         Args:
             named: tensors, or sharded tensors, by name.
@@ -47,35 +51,52 @@ class TensorHash:
             MisconfigurationException: a tensor is sharded in a dimension other than its first two.
         """
         total = torch.zeros((), dtype=torch.int64, device=device)
-        vectors: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        vectors: dict[torch.dtype, dict[str, Tensor]] = {}
         for name, tensor in named.items():
-            local = local_part(tensor.detach())
-            if not local.numel() or not self._counts(tensor):
+            key = (name, tensor.shape, tensor.dtype)
+            if key not in self._layouts:
+                self._layouts[key] = self._layout(name, tensor, device)
+            layout = self._layouts[key]
+            if layout is None:
                 continue
-            box, salt = box_of(tensor), zlib.crc32(name.encode()) | 1
-            bits = _bits(local)
-            width = bits.numel() // local.numel()  # integers per element
-            if local.ndim < 2:  # many and small: hashed together
-                parts, factors = vectors.setdefault(bits.dtype, ([], []))
-                parts.append(bits)
-                factors.append(self._factor(box[0].start * width if box else 0, len(bits), salt, device))
+            (rows, columns), bits = layout, _bits(local_part(tensor.detach()))
+            if not len(columns):  # many and small: hashed together
+                vectors.setdefault(bits.dtype, {})[name] = bits
                 continue
-            if any(part.stop - part.start != size for part, size in zip(box[2:], tensor.shape[2:], strict=True)):
-                raise MisconfigurationException(
-                    f'Trainer(record="hashes"): {name} is sharded in a dimension other than its first two: remove '
-                    "`record`, or shard another dimension."
-                )
-            matrix = bits.reshape(len(local), -1)
-            rows = self._factor(box[0].start, len(matrix), salt, device)
-            first_column = box[1].start * math.prod(tensor.shape[2:]) * width
-            columns = self._factor(_COLUMNS + first_column, matrix.shape[1], 1, device)
-            step = max(1, _CHUNK // matrix.shape[1])
-            for first in range(0, len(matrix), step):
+            matrix = bits.view(len(rows), len(columns))
+            step = max(1, _CHUNK // len(columns))
+            for first in range(0, len(rows), step):
                 part = matrix[first : first + step].to(torch.int64)
                 total = total + _dot(_dot(part, columns), rows[first : first + step])
-        for parts, factors in vectors.values():
-            total = total + _dot(torch.cat(parts).to(torch.int64), torch.cat(factors))
+        for parts in vectors.values():
+            names = (*parts, *(str(len(part)) for part in parts.values()))
+            if names not in self._joined:
+                layouts = [self._layouts[name, named[name].shape, named[name].dtype] for name in parts]
+                self._joined[names] = torch.cat([layout[0] for layout in layouts if layout is not None])
+            total = total + _dot(torch.cat([*parts.values()]).to(torch.int64), self._joined[names])
         return total
+
+    def _layout(self, name: str, tensor: Tensor, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Return factors of (rows, columns) of this rank's part of a tensor; None if nothing of it counts.
+
+        A vector has factors of rows only.
+        """
+        local, box = local_part(tensor.detach()), box_of(tensor)
+        if not local.numel() or not self._counts(tensor):
+            return None
+        salt, count = zlib.crc32(name.encode()) | 1, _bits(local).numel()
+        width = count // local.numel()  # integers per element
+        if local.ndim < 2:
+            first = box[0].start * width if box else 0
+            return self._factor(first, count, salt, device), torch.zeros(0)
+        if any(part.stop - part.start != size for part, size in zip(box[2:], tensor.shape[2:], strict=True)):
+            raise MisconfigurationException(
+                f'Trainer(record="hashes"): {name} is sharded in a dimension other than its first two: remove '
+                "`record`, or shard another dimension."
+            )
+        first = _COLUMNS + box[1].start * math.prod(tensor.shape[2:]) * width
+        columns = self._factor(first, count // len(local), 1, device)
+        return self._factor(box[0].start, len(local), salt, device), columns
 
     def _counts(self, tensor: Tensor) -> bool:
         """Return True if this rank's values of a tensor count, because no other rank of a lower number has them."""

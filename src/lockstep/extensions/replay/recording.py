@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,13 +122,15 @@ class Recorder:
             if self._inside:  # an engine's step that calls `step` again
                 return step(optimizer, closure, **options)
             self._inside = True
+            parameters = self._strategy.named_parameters()
             try:
-                gradients = self._hash_gradients() if closure is None else None
+                gradients = self._hash_gradients(parameters) if closure is None else None
                 result = step(optimizer, closure, **options)
             finally:
                 self._inside = False
             # a closure computes the gradients within the step
-            self._add(self._hash_gradients() if gradients is None else gradients, self._hash_weights())
+            gradients = self._hash_gradients(parameters) if gradients is None else gradients
+            self._add(gradients, self._hash(parameters))
             return result
 
         return recorded
@@ -145,15 +147,11 @@ class Recorder:
 
         return saved
 
-    def _hash_gradients(self) -> Tensor:
-        named = self._strategy.named_parameters().items()
-        return self._hash({name: p.grad for name, p in named if p.grad is not None})
-
-    def _hash_weights(self) -> Tensor:
-        return self._hash(self._strategy.named_parameters())
+    def _hash_gradients(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        return self._hash({name: p.grad for name, p in parameters.items() if p.grad is not None})
 
     @torch.no_grad()
-    def _hash(self, named: Any) -> Tensor:
+    def _hash(self, named: Mapping[str, Tensor]) -> Tensor:
         if not (self._writes or self._is_sharded):  # rank 0 has the same
             return torch.zeros((), dtype=torch.int64)
         return self._hashes(named, self._strategy.root_device)
