@@ -53,12 +53,7 @@ class Causes:
     """
 
     def __init__(
-        self,
-        difference: Difference,
-        ranks: Recording,
-        single: Recording,
-        retry: Retry,
-        splits_model: bool,
+        self, difference: Difference, ranks: Recording, single: Recording, retry: Retry, splits_model: bool
     ) -> None:
         self.difference = difference
         self.ranks = ranks
@@ -80,9 +75,7 @@ class Causes:
         all ranks. A constant factor may be that of a batch size, if the script makes smaller batches in one process.
         """
         if self.difference.kind != GRADIENTS:
-            return self.difference.kind in (FIRST, CLIPPED) or (
-                self.difference.kind == RATES and bool(self.difference.ranks)
-            )
+            return self.difference.kind in (FIRST, CLIPPED, RATES) and bool(self.difference.ranks)
         grows = any(event["grows"] for event in self.single.first.find(JOINED))
         parts = Parts(self.ranks, self.update)
         if not parts.are_known:

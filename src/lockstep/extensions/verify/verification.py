@@ -142,12 +142,9 @@ class Verification:
         self.samples = samples.Samples(ranks, self.splits_model).check()
         self.notes += self.samples.notes
         if self.samples.differences:
-            reason = refusals.check_mesh(ranks)
-            return (
-                self._certify_unknown(reason)
-                if reason
-                else self._certify_different(ranks, *self.samples.differences[0])
-            )
+            if reason := refusals.check_mesh(ranks):
+                return self._certify_unknown(reason)
+            return self._certify_different(ranks, *self.samples.differences[0])
         return self._against_one(ranks)
 
     def _against_one(self, ranks: Recording) -> Certificate:
@@ -306,10 +303,10 @@ class Verification:
 
     def _drop_expected(self, ranks: Recording, single: Recording) -> None:
         """Drop expected differences: the number of steps of one process, and rates that depend on the ranks' number."""
-        if not ranks.has("batch") and len({len(rank.steps) for rank in ranks.ranks}) == 1:
+        steps = ranks.fewest_steps
+        if not ranks.has("batch") and all(len(rank.steps) == steps < len(single.first.steps) for rank in ranks.ranks):
             # one process may cut more batches from the data than a rank from its share
-            more = len(single.first.steps) > ranks.fewest_steps
-            self.comparison.drop(*[STEPS] * more)
+            self.comparison.drop(STEPS)
         first = self.comparison.first
         if first is None or first.kind != RATES or first.ranks:
             return
