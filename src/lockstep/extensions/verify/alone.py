@@ -101,9 +101,6 @@ class RanksAlone:
                 scale = max((expected.abs().max().item() for _, expected in pairs), default=0.0)
                 if any(not (own - expected).abs().max().item() <= _TOLERANCE * scale for own, expected in pairs):
                     return AloneFinding(cause=self._explain_rank(rank, update, gradient_factor(pairs)))
-        if not self.ranks.has("batch"):
-            # without a loader nothing proves that one process had the samples of all ranks
-            return AloneFinding()
         still, nudged = (self.runs.on_one(self.ranks, FOLLOW, word, order=(0,)) for word in (STILL, NUDGED))
         compares = compares_samples(still.first.find("rows"), nudged.first.find("rows"))
         if compares:

@@ -75,6 +75,9 @@ class Forwards:
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         if _has_parameters(module):
             watch.evaluates = not training
+            rows = [len(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim()]
+            if watch.evaluates and rows:
+                watch.journal.record("evaluated", rows=rows[0])
         # by identity, since a module may define __eq__
         if all(inner is not root for root in self.roots):
             self.roots.append(inner)

@@ -25,7 +25,9 @@ _CUTS = {"__getitem__", "index_select", "narrow", "split", "chunk", "stack", "ca
 """Functions that cut a batch from data, or make one of pieces that the script has cut."""
 _SAME = {"unsqueeze", "to", "long", "float"}
 """Functions whose result is the same piece."""
-_PYTHON_OF_TORCH = {torch._tensor.__file__, torch.overrides.__file__, torch.functional.__file__}
+_CALLED = (torch._tensor, torch.overrides, torch.functional, torch.utils.data.dataset)
+_CALLED_FILES = {module.__file__ for module in _CALLED}
+"""Files whose code cuts for the line of the script that calls it."""
 _LARGEST = 4_000_000
 """Maximum number of elements of a batch that is saved; more are the data set, not a batch."""
 
@@ -97,21 +99,14 @@ class OwnBatches:
         watch = self.watch
         if self._is_fed_by_loader or watch.depth or watch.is_done or not args:
             return result
-        if name not in _CUTS:
-            if not watch.made or not isinstance(args[0], Tensor) or args[0] not in watch.made:
-                return result
-            if name in _SAME:
-                watch.made[result] = watch.made[args[0]]
-            elif name.endswith("_") and not name.startswith("__") and args[0]._is_view():
-                # in one process the rows are no view, so that a change of them would not reach the whole tensor
-                watch.withdraw(args[0])
-            return result
-        if not torch.is_grad_enabled():
+        if name in _SAME and args[0] in watch.made:
+            watch.made[result] = watch.made[args[0]]
+        if name not in _CUTS or not torch.is_grad_enabled():
             return result
         found = [result] if isinstance(result, Tensor) else list(result)
         sources = self._sources(name, args, kwargs, found[0])
         frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename in _PYTHON_OF_TORCH:
+        while frame is not None and frame.f_code.co_filename in _CALLED_FILES:
             frame = frame.f_back
         if sources is None or frame is None or not is_user_code(frame.f_code.co_filename):
             return result
@@ -160,17 +155,17 @@ class OwnBatches:
     def _replay(self, name: str, paths: Sequence[Path], own: Tensor) -> Tensor:
         """Return what the ranks have saved, joined; or ``own`` if that is missing, or the same on all ranks."""
         watch = self.watch
-        parts = [torch.load(path) for path in paths if path.exists()]
-        if not parts:
+        is_whole = not any(path.exists() for path in paths)
+        if is_whole:
             paths = [path.with_name(f"{WHOLE}-{path.name}") for path in paths]
-            wholes = [torch.load(path) for path in paths if path.exists()]
-            is_same = len(wholes) > 1 and all(torch.equal(each, wholes[0]) for each in wholes)
-            return own if is_same or not wholes else wholes[0].to(own.dtype)
+        parts = [torch.load(path) for path in paths if path.exists()]
         is_same = len(parts) > 1 and all(torch.equal(part, parts[0]) for part in parts)
-        if not own.dim() or is_same or name == "randperm":
-            return parts[0].to(own.dtype) if name not in _CUTS and parts[0].shape == own.shape else own
-        if any(part.shape[1:] != own.shape[1:] for part in parts):
+        if not parts or any(part.shape[1:] != own.shape[1:] for part in parts) or (is_same and name in _CUTS):
             return own
+        if is_whole:
+            return parts[0].to(own.dtype)
+        if not own.dim() or is_same or name == "randperm":
+            return parts[0].to(own.dtype) if parts[0].shape == own.shape else own
         joined = torch.cat(parts).to(own.dtype)
         watch.chunks = tuple(map(len, parts))
         watch.journal.record_once(JOINED, name=name, where=location(), grows=joined.shape != own.shape)

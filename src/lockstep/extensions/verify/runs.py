@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate, Row
 from lockstep.extensions.verify.compare import Difference, Reason
@@ -68,7 +69,7 @@ class Runs:
         self.rank_by_rank = False
         self._number = 0
 
-    def on_ranks(self, *overrides: str, after: Recording | None = None, **changes: int) -> Recording:
+    def on_ranks(self, *overrides: str, after: Recording | None = None, **changes: Any) -> Recording:
         """Run the script on all ranks.
 
         Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,19 +78,6 @@ class Settings:
     def is_replay(self) -> bool:
         """True if this process reads its samples from the recording of another run."""
         return bool(self.feed)
-
-    def write(self) -> str:
-        """Write the settings into the rank's folder and return the path of the file."""
-        self.own_folder.mkdir(parents=True, exist_ok=True)
-        path = self.own_folder / "settings.pkl"
-        path.write_bytes(pickle.dumps(self))
-        return str(path)
-
-    @classmethod
-    def read(cls, path: str) -> Settings:
-        """Read settings from a file that `write` created."""
-        found: Settings = pickle.loads(Path(path).read_bytes())
-        return found
 
 
 class Journal:

@@ -149,8 +149,8 @@ class Steps:
                     metric = float(kwargs.get("metrics", args[0] if args else math.nan))
                 # the constructor steps as well, before training
                 if self.watch.is_training and lines:
-                    place = {"update": self.watch.updates, "where": lines[0], "stack": lines}
-                    self.watch.journal.record("scheduled", metric=metric, **place)
+                    at = self.watch.updates
+                    self.watch.journal.record("scheduled", update=at, metric=metric, where=lines[0], stack=lines)
                 return step(scheduler, *args, **kwargs)
 
             patch(kind, "step", recorded)

@@ -192,7 +192,7 @@ class Verification:
             alone = AloneFinding(cause=causes.find(), unknown=causes.unknown)
             if alone == AloneFinding() and first.kind == GRADIENTS:
                 alone = RanksAlone(ranks, single, self.runs).check()
-            if not has_loader and alone == AloneFinding():
+            if not has_loader and alone.cause is None and not alone.unknown:
                 return self._certify_unknown(refusals.without_loader(single))
             if alone.unknown:
                 return self._certify_unknown(alone.unknown)
