@@ -39,7 +39,7 @@ class OwnBatches:
     process gets those of all ranks, joined along the first dimension, even though its script makes the batch of one
     rank. If the script accumulates by the number of ranks, one process gets those of one rank after another.
 
-    A tensor of which a rank cuts smaller pieces, such as its share of the data, is rank 0's. So the process makes as
+    A tensor from which a rank cuts smaller pieces, such as its share of the data, is rank 0's. So the process makes as
     many pieces as a rank, and only the pieces are joined. Nothing here proves that the process trains on the samples of
     the ranks: the gradients have to show it.
 
@@ -115,7 +115,7 @@ class OwnBatches:
         return shared[0] if isinstance(result, Tensor) else tuple(shared)
 
     def _sources(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], made: Tensor) -> Sequence[Any] | None:
-        """Return the tensors of which a call cuts pieces, or that it puts together. Return None if it makes no rows."""
+        """Return the tensors that a call cuts, or that it puts together. Return None if it makes no rows."""
         first = args[0] if args else None
         if name in _ARRAYS:
             return () if isinstance(first, np.ndarray) and made.dim() else None
