@@ -28,8 +28,10 @@ _SAME = {"unsqueeze", "to", "long", "float"}
 _CALLED = (torch._tensor, torch.overrides, torch.functional, torch.utils.data.dataset)
 _CALLED_FILES = {module.__file__ for module in _CALLED}
 """Files whose code cuts for the line of the script that calls it."""
-_LARGEST = 4_000_000
-"""Maximum number of elements of a batch that is saved; more are the data set, not a batch."""
+OWN_CUTS = "own cuts"
+"""Override that makes one process keep what it cuts, as ranks with parts of a model cut parameters."""
+_MOST, _LARGEST = 2000, 4_000_000
+"""Maximum number of batches that are saved by place, and of their elements; more are the data set."""
 
 
 class OwnBatches:
@@ -97,7 +99,7 @@ class OwnBatches:
             result: what it returns: a tensor, or several.
         """
         watch = self.watch
-        if self._is_fed_by_loader or watch.depth or watch.is_done or not args:
+        if self._is_fed_by_loader or watch.depth or watch.is_done or not args or OWN_CUTS in watch.settings.overrides:
             return result
         if name in _SAME and args[0] in watch.made:
             watch.made[result] = watch.made[args[0]]
@@ -146,7 +148,7 @@ class OwnBatches:
             paths = watch.files(f"choice-{place}-{{}}-{at}.pt", number, torch.is_grad_enabled())
             if settings.is_replay:
                 result = self._replay(name, paths, result)
-            elif result.numel() <= _LARGEST:
+            elif number < _MOST and result.numel() <= _LARGEST:
                 torch.save(result.detach().clone(), paths[0])
             watch.made[result] = None if settings.is_replay else paths[0]
             found.append(result)

@@ -36,7 +36,7 @@ from lockstep.extensions.verify.compare import (
 )
 from lockstep.extensions.verify.functions import KEPT
 from lockstep.extensions.verify.imports import MIXED_PRECISION
-from lockstep.extensions.verify.own_batches import JOINED
+from lockstep.extensions.verify.own_batches import JOINED, OWN_CUTS
 from lockstep.extensions.verify.processes import Server, ServerDied
 from lockstep.extensions.verify.recordings import Recording
 from lockstep.extensions.verify.reports import Reports
@@ -129,8 +129,7 @@ class Verification:
         deadlock = refusals.deadlock(ranks)
         if deadlock is not None:
             return self._certify_different(ranks, *deadlock)
-        reason = refusals.check_ranks(ranks, self.request.steps)
-        if reason:
+        if reason := refusals.check_ranks(ranks, self.request.steps):
             return self._certify_unknown(reason)
         if ranks.has("join") and ranks.uneven_from is not None:
             self.notes.append(
@@ -149,9 +148,9 @@ class Verification:
 
     def _against_one(self, ranks: Recording) -> Certificate:
         """Run the script in one process, compare the run on N ranks with that run, and return a certificate."""
-        single = self.runs.on_one(ranks, order=(0,) if self.splits_model else ())
-        reason = refusals.check_single(single)
-        if reason:
+        own_cuts, order = ([OWN_CUTS], (0,)) if self.splits_model else ([], ())
+        single = self.runs.on_one(ranks, *own_cuts, order=order)
+        if reason := refusals.check_single(single):
             return self._certify_unknown(reason)
         first = _windows(single)[:1]  # empty if closures step: they make the backwards themselves
         if first and first == [size * self.request.devices for size in _windows(ranks)[:1]]:
@@ -181,8 +180,7 @@ class Verification:
         first = self.comparison.first
         if window is not None and (first is None or window[0].update <= first.update):
             return self._certify_different(ranks, *window)
-        reason = refusals.check_parts(ranks, single) if first is not None and first.kind == FIRST else ""
-        if reason:
+        if first is not None and first.kind == FIRST and (reason := refusals.check_parts(ranks, single)):
             return self._certify_unknown(reason)
         if first is not None:
             causes = Causes(first, ranks, single, self._agrees_with, self.splits_model)
