@@ -153,7 +153,7 @@ class Loaders:
         return number
 
     def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        self.watch.has_iterated_loader = True
+        self.watch.has_iterated_loader |= torch.is_grad_enabled()
         number = self._number(loader)
         iteration = self._iterations[number]
         settings = self.watch.settings

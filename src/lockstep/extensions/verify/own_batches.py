@@ -54,8 +54,8 @@ class OwnBatches:
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         self._counts: Counter[str] = Counter()  # draws and cuts so far, by place
-        # a script whose ranks read a loader is fed by that
-        self._has_loader = bool(watch.events_of_rank_0("batch"))
+        # a script whose ranks read a loader for training is fed by that
+        self._has_loader = any(event["grad"] for event in watch.events_of_rank_0("batch"))
 
     def install(self) -> None:
         """Observe arrays that become tensors, and the generators that ``default_rng`` and ``random.Random`` create."""

@@ -188,6 +188,11 @@ class Recording:
         return assembled
 
     @cached_property
+    def has_loader(self) -> bool:
+        """True if a loader is read with gradients enabled, so that it feeds the training."""
+        return any(event["grad"] for _, event in self.find("batch"))
+
+    @cached_property
     def is_sharded(self) -> bool:
         """True if any parameter is a DTensor."""
         return any(isinstance(value, dict) for value in self.first.load("gradients", 0).values())

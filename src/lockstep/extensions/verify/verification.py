@@ -165,7 +165,7 @@ class Verification:
                 "micro-batches per step that does not depend on the number of ranks, or divide it by that number"
             )
         self.comparison = self._compare(ranks, single)
-        if not ranks.has("batch") and not single.has(JOINED):
+        if not ranks.has_loader and not single.has(JOINED):
             if self.comparison.first is not None:
                 return self._certify_unknown(refusals.without_loader(single))
             self.notes.append(
@@ -184,13 +184,12 @@ class Verification:
             return self._certify_unknown(reason)
         if first is not None:
             causes = Causes(first, ranks, single, self._agrees_with, self.splits_model)
-            has_loader = ranks.has("batch")
-            if not has_loader and not causes.are_certain:
+            if not ranks.has_loader and not causes.are_certain:
                 return self._certify_unknown(refusals.without_loader(single))
             alone = AloneFinding(cause=causes.find(), unknown=causes.unknown)
             if alone == AloneFinding() and first.kind == GRADIENTS:
                 alone = RanksAlone(ranks, single, self.runs).check()
-            if not has_loader and alone.cause is None and not alone.unknown:
+            if not ranks.has_loader and alone.cause is None and not alone.unknown:
                 return self._certify_unknown(refusals.without_loader(single))
             if alone.unknown:
                 return self._certify_unknown(alone.unknown)
@@ -302,7 +301,7 @@ class Verification:
     def _drop_expected(self, ranks: Recording, single: Recording) -> None:
         """Drop expected differences: the number of steps of one process, and rates that depend on the ranks' number."""
         steps = ranks.fewest_steps
-        if not ranks.has("batch") and all(len(rank.steps) == steps < len(single.first.steps) for rank in ranks.ranks):
+        if not ranks.has_loader and all(len(rank.steps) == steps < len(single.first.steps) for rank in ranks.ranks):
             # one process may cut more batches from the data than a rank from its share
             self.comparison.drop(STEPS)
         first = self.comparison.first

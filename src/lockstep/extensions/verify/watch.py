@@ -43,7 +43,7 @@ class Watch:
         generators: references to the random number generators that the script created.
         depth: number of nested calls of modules.
         evaluates: True if the newest call of a model was not for training.
-        has_iterated_loader: True once a loader has been iterated.
+        has_iterated_loader: True once a loader has been iterated with gradients enabled, as for training.
         joins: True once the script has created a Join context.
         on_training_start: called when training starts.
         made: batches and their parts that the script has made without a loader, with the files that they are saved to.
