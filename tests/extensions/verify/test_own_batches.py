@@ -56,6 +56,11 @@ for epoch in range(4):
 """
 CUT: Changes = ((SHARED_OUT, SHARE), (LOOP, EPOCHS))
 ROWS = "model(own_x[i : i + 8]), own_y[i : i + 8]"
+EVALUATED = """\
+    with torch.no_grad():
+        rows = DataLoader(Subset(data, range(rank, 41, world)), 4)
+        loss = sum(F.mse_loss(model.module(a), b, reduction="sum") for a, b in rows)
+"""
 SUMMED = (
     "        optimizer.step()",
     "        [dist.all_reduce(p.grad) for p in model.parameters()]\n        optimizer.step()",
@@ -128,6 +133,11 @@ HEALTHY: dict[str, Changes] = {
         *CUT,
         (SHARE, SHARE.replace("data.tensors", "(each.numpy() for each in data.tensors)")),
         (ROWS, "model(torch.from_numpy(own_x[i : i + 8])), torch.tensor(own_y[i : i + 8])"),
+    ),
+    "an evaluation by a loader that ranks read unevenly": (
+        *CUT,
+        ("len(own_x), 8)", "len(own_x), 16)"),
+        ("dist.destroy", f"{EVALUATED}dist.destroy"),
     ),
     "windows of a series at offsets that Python draws": ((SHARED_OUT, SERIES), (LOOP, WINDOWS)),
     "parts of other lengths, with weights": (*CUT, (SHARE, UNEVEN), (f"F.mse_loss({ROWS})", WEIGHTED)),
