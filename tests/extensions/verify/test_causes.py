@@ -400,6 +400,15 @@ def test_parts_of_a_model_that_are_drawn_by_the_number_of_ranks_are_put_together
     assert "down.bias, which is replicated on all ranks, counts once for each rank" in certificate.cause
 
 
+@pytest.mark.slow
+def test_a_module_that_reads_the_rank_is_named_with_the_line_that_reads_it(certify: Certify) -> None:
+    """In the first step the trace of one process began with the loading of parameters, and its first call differed."""
+    bug = BUGS["rank_in_model"]
+    certificate = certify(bug.text)
+    assert certificate.verdict == DIFFERENT, str(certificate)
+    assert f"train.py:{line_of(bug.text, bug.cause)}" in certificate.cause
+
+
 LIGHTNING = """\
 import os
 import lightning, torch

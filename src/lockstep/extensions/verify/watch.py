@@ -64,7 +64,7 @@ class Watch:
         self.evaluates = False
         self.has_iterated_loader = False
         self.joins = False
-        self.on_training_start: Callable[[], None] | None = None
+        self.on_training_start: Callable[[], None] = lambda: None
         self.made = WeakIdKeyDictionary()
 
     def living_generators(self) -> list[Any]:
@@ -121,7 +121,8 @@ class Watch:
         if self.is_training:
             return
         self.is_training = True
-        if self.on_training_start is not None:
+        # what it calls is not a part of the step, which may be traced
+        with self.inside_loader():
             self.on_training_start()
 
     def withdraw(self, value: object, is_whole: bool = False) -> None:
