@@ -283,6 +283,35 @@ def language_model(script: ModuleType, ranks: int, inputs: object) -> Iterator[P
         yield current(optimizer)
 
 
+def cut_by_hand(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
+    model = script.make_model()
+    x, y = script.make_data(128, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    share = 16 * ranks
+    orders = [torch.randperm(128, generator=torch.Generator().manual_seed(epoch)) for epoch in range(3)]
+    # the ranks take every ranks-th index: together their windows are windows of the order
+    steps = ([(x[i], y[i]) for i in order[at : at + share]] for order in orders for at in range(0, 128, share))
+
+    def before_step(step: int) -> None:
+        optimizer.param_groups[0]["lr"] = 0.05 * 0.5 ** (step // (128 // share))
+
+    return train(optimizer, steps, of(model, F.mse_loss), before_step)
+
+
+def windows_of_tokens(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
+    model, tokens = script.make_model(), script.make_data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generators = [script.offsets_of(rank) for rank in range(ranks)]
+
+    def loss(batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    def batch() -> list:
+        return [pair for own in generators for pair in zip(*script.get_batch(tokens, own), strict=True)]
+
+    return train(optimizer, (batch() for _ in range(12)), loss)
+
+
 def lockstep_ddp(script: ModuleType, ranks: int, inputs: list[list[Tensor]]) -> Iterator[Parameters]:
     torch.manual_seed(3)
     model = script.Regression().net

@@ -61,7 +61,7 @@ def test_the_page_has_a_row_for_each_script(tmp_path: Path, monkeypatch: pytest.
         ('[[script]]\nscript = "other.py"', "script 'other.py' is not a file in the folder of the list"),
         ('[[script]]\nname = "x"', "script '' is not a file in the folder of the list"),
         ('[[script]]\nscript = "train.py"\nshows = "x.py"', "shows 'x.py' is not a file"),
-        ('[[script]]\nscript = "train.py"\ndevices = "2"', "devices is '2', but should be a number"),
+        ('[[script]]\nscript = "train.py"\ndevices = "2"', "devices is '2': pass a value of type int"),
         (
             '[[script]]\nscript = "train.py"\npatch = [["a", "b"]]',
             "patch ('a', 'b'): pass pairs of a text in",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, UNKNOWN
-from tests.extensions.verify.small_script import LOOP, SHARED_OUT, Certify, Changes, changed, line_of
+from tests.extensions.verify.small_script import LOOP, MODEL, SHARED_OUT, Certify, Changes, changed, line_of
 
 DRAW = "    at = torch.randint(len(data), (8,))\n"
 GET_BATCH = f"""\
@@ -42,6 +42,54 @@ for step in range(20):
 """The loop of many small language models: it draws the next batch ahead, and rank 0 evaluates by itself."""
 PLAIN: Changes = ((SHARED_OUT, GET_BATCH), (LOOP, STEPS))
 
+SHARE = """\
+x, y = data.tensors
+own_x, own_y = x[rank::world], y[rank::world]
+"""
+EPOCHS = """\
+for epoch in range(4):
+    for i in range(0, len(own_x), 8):
+        loss = F.mse_loss(model(own_x[i : i + 8]), own_y[i : i + 8])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+CUT: Changes = ((SHARED_OUT, SHARE), (LOOP, EPOCHS))
+ROWS = "model(own_x[i : i + 8]), own_y[i : i + 8]"
+EVALUATED = """\
+    with torch.no_grad():
+        rows = DataLoader(Subset(data, range(rank, 41, world)), 4)
+        loss = sum(F.mse_loss(model.module(a), b, reduction="sum") for a, b in rows)
+"""
+SUMMED = (
+    "        optimizer.step()",
+    "        [dist.all_reduce(p.grad) for p in model.parameters()]\n        optimizer.step()",
+)
+WITHOUT_MODULE = (MODEL, "make_model()")
+SERIES = """\
+series = data.tensors[0].flatten()
+offsets = random.Random(rank)
+"""
+WINDOWS = """\
+for step in range(12):
+    at = [offsets.randrange(700) for _ in range(8)]
+    a = torch.stack([series[i : i + 8] for i in at])
+    b = torch.stack([series[i + 8 : i + 9] for i in at])
+    loss = F.mse_loss(model(a), b)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+FLAT = """\
+        flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+        dist.all_reduce(flat)
+        for p in model.parameters():
+            p.grad.copy_(flat[: p.numel()].view_as(p) / world)
+            flat = flat[p.numel() :]
+        optimizer.step()"""
+UNEVEN = SHARE.replace("data.tensors", "make_data(81).tensors")
+WEIGHTED = "F.mse_loss(model(own_x), own_y, reduction='sum') * world / len(x)"
+
 HEALTHY: dict[str, Changes] = {
     "torch's generator": PLAIN,
     "a window and an evaluation": ((SHARED_OUT, GET_BATCH), (LOOP, WINDOW)),
@@ -61,6 +109,43 @@ HEALTHY: dict[str, Changes] = {
         ("x[at], y[at]", "made, made[:, :1].sin() + 0.1 * torch.randn(8, 1)"),
         ("nn.Linear(8, 32), nn.ReLU()", "nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU()"),
     ),
+    "a list that Python draws": (
+        *PLAIN,
+        ("torch.manual_seed(10", "random.seed(10"),
+        (DRAW, "    at = random.sample(range(96), 8)\n"),
+    ),
+    "every N-th row, and a schedule of epochs": (
+        *CUT,
+        (SHARE, f"{SHARE}scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)\n"),
+        ("dist.destroy", "    scheduler.step()\ndist.destroy"),
+    ),
+    "rows of a permutation": (
+        *CUT,
+        (SHARE, "x, y = data.tensors\norder = torch.randperm(96, generator=torch.Generator().manual_seed(1))\n"),
+        ("for epoch", "own_x = order[rank::world]\nfor epoch"),
+        (ROWS, "model(x.index_select(0, own_x[i : i + 8])), y[own_x[i : i + 8]]"),
+    ),
+    "a part of the length that each rank starts at": (
+        *CUT,
+        (ROWS, "model(x.narrow(0, 48 * rank + i, 8)), torch.narrow(y, 0, 48 * rank + i, 8)"),
+    ),
+    "arrays": (
+        *CUT,
+        (SHARE, SHARE.replace("data.tensors", "(each.numpy() for each in data.tensors)")),
+        (ROWS, "model(torch.from_numpy(own_x[i : i + 8])), torch.tensor(own_y[i : i + 8])"),
+    ),
+    "an evaluation by a loader that ranks read unevenly": (
+        *CUT,
+        ("len(own_x), 8)", "len(own_x), 16)"),
+        ("dist.destroy", f"{EVALUATED}dist.destroy"),
+    ),
+    "windows of a series at offsets that Python draws": ((SHARED_OUT, SERIES), (LOOP, WINDOWS)),
+    "parts of other lengths, with weights": (*CUT, (SHARE, UNEVEN), (f"F.mse_loss({ROWS})", WEIGHTED)),
+    "gradients that are averaged as one flat tensor": (
+        *CUT,
+        WITHOUT_MODULE,
+        ("        optimizer.step()", FLAT),
+    ),
     "a slice of one global draw": (
         *PLAIN,
         ("10 + rank", "10"),
@@ -68,6 +153,7 @@ HEALTHY: dict[str, Changes] = {
     ),
 }
 
+WRONG_SUM = "gradients are summed over the ranks, but not divided by their number"
 WRONG: dict[str, tuple[Changes, str, str]] = {
     "a window synchronized too early": (
         ((SHARED_OUT, GET_BATCH), (LOOP, WINDOW.replace("micro == 4 // world - 1", "micro == 0"))),
@@ -85,8 +171,34 @@ WRONG: dict[str, tuple[Changes, str, str]] = {
             ("DistributedDataParallel(make_model())", "make_model()"),
             ("    optimizer.step()", "    [dist.all_reduce(p.grad) for p in model.parameters()]\n    optimizer.step()"),
         ),
-        "gradients are summed over the ranks, but not divided by their number",
+        WRONG_SUM,
         "dist.all_reduce",
+    ),
+    "rows, and a sum over the ranks": ((*CUT, WITHOUT_MODULE, SUMMED), WRONG_SUM, "dist.all_reduce"),
+    "rows, and a loss that is divided by the ranks": (
+        (*CUT, (f"F.mse_loss({ROWS})", f"F.mse_loss({ROWS}) / world")),
+        "the loss is divided by the number of ranks, and DistributedDataParallel divides once more",
+        "loss.backward()",
+    ),
+    "rows, and a module that is called past its wrapper": (
+        (*CUT, (ROWS, ROWS.replace("model(", "model.module("))),
+        "not averaged: Sequential is called directly",
+        "model.module(",
+    ),
+    "parts of other lengths": (
+        (*CUT, (SHARE, UNEVEN), (ROWS, "model(own_x), own_y")),
+        "a mean of means: each rank divides its loss by its own count",
+        "loss.backward()",
+    ),
+    "rows, and a loss that a rank scales": (
+        (*CUT, (f"F.mse_loss({ROWS})", f"F.mse_loss({ROWS}) * (0.9 if rank else 1)")),
+        "the loss on rank 1 is 0.9 times the loss in one process",
+        "(0.9 if rank else 1)",
+    ),
+    "windows of a series, never averaged": (
+        ((SHARED_OUT, SERIES), (LOOP, WINDOWS), WITHOUT_MODULE),
+        "gradients are never averaged over the ranks",
+        "",
     ),
     "a loss that depends on the rank": (
         (*PLAIN, ("F.mse_loss(model(a), b)", "F.mse_loss(model(a), b) * (1 + rank)")),
@@ -123,18 +235,29 @@ def test_equal_seeds_that_give_all_ranks_the_same_batches_prove_nothing(certify:
 
 
 @pytest.mark.slow
-def test_batches_drawn_by_python_cannot_be_joined(certify: Certify) -> None:
-    """`random.sample` returns a list, which has no rows to join: the difference that follows proves nothing."""
-    python = (*PLAIN, ("torch.manual_seed(10", "random.seed(10"), (DRAW, "    at = random.sample(range(96), 8)\n"))
-    certificate = certify(changed(*python))
-    assert certificate.verdict == UNKNOWN, str(certificate)
-    assert "do not come from a torch DataLoader" in str(certificate)
-
-
-@pytest.mark.slow
 def test_an_augmentation_that_python_draws_is_not_called_a_difference(certify: Certify) -> None:
     """Each rank's inputs were others than in one process, and the rank was said to compute a different gradient."""
     augmented = (*PLAIN, ("10 + rank)", "10 + rank)\nrandom.seed(rank)"), ("x[at],", "x[at] * random.random(),"))
     certificate = certify(changed(*augmented))
     assert certificate.verdict == UNKNOWN, str(certificate)
     assert "do not come from a torch DataLoader" in str(certificate)
+
+
+UNKNOWN_FACTOR: dict[str, Changes] = {
+    "a mean": (*CUT, (f"F.mse_loss({ROWS})", f"F.mse_loss({ROWS}, reduction='sum') / 8")),
+    "a sum": (
+        *CUT,
+        WITHOUT_MODULE,
+        SUMMED,
+        (f"F.mse_loss({ROWS})", f"F.mse_loss({ROWS}, reduction='sum') / (8 * world)"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNKNOWN_FACTOR)
+def test_a_factor_that_may_be_a_constant_of_the_script_is_not_called_a_difference(name: str, certify: Certify) -> None:
+    """One process, whose batch is that of all ranks, divides by the batch size of one rank."""
+    certificate = certify(changed(*UNKNOWN_FACTOR[name]))
+    assert certificate.verdict == UNKNOWN, str(certificate)
+    assert "train.py:" in certificate.reasons[0]

@@ -107,7 +107,7 @@ ENDED = {"kind": "iterated", "iteration": 0}
     [
         (
             [[call("all_reduce", 3)], [call("barrier", 5)]],
-            "rank 0 calls all_reduce [] at train.py:3; rank 1 calls barrier None at train.py:5",
+            "rank 0: all_reduce [] at train.py:3; rank 1: barrier None at train.py:5",
             "train.py:3",
         ),
         (
@@ -120,7 +120,7 @@ ENDED = {"kind": "iterated", "iteration": 0}
                 [*batches(0, 2), *batches(1, 3), {**ENDED, "loader": 1, "batches": 3}, call("all_reduce", 17)],
                 batches(0, 2),
             ],
-            "rank 0 calls all_reduce [] at train.py:17; rank 1 calls none",
+            "rank 0: all_reduce [] at train.py:17; rank 1: none",
             "train.py:17",
         ),
     ],
@@ -219,7 +219,7 @@ def test_a_comparison_without_memory_is_reported_with_the_way_out() -> None:
     assert not explain_memory_error(RuntimeError("shapes do not match"))
 
 
-def test_updates_within_join_are_numbered_as_one_process_makes_them(tmp_path: Path) -> None:
+def test_steps_within_join_are_compared_until_a_rank_has_no_data(tmp_path: Path) -> None:
     """A rank without data was compared, in the next epoch, with earlier steps."""
     ranks = []
     for number, lengths in enumerate([(3, 2), (2, 3)]):
@@ -232,9 +232,8 @@ def test_updates_within_join_are_numbered_as_one_process_makes_them(tmp_path: Pa
         for update in range(5):
             for what in ("sums", "gradients", "parameters"):
                 torch.save({"0.0": torch.tensor([100.0 * number + update])}, ranks[-1].folder / f"{what}-{update}.pt")
-    joined = Recording(tuple(ranks)).joined()
-    assert [each.numbers for each in joined.ranks] == [(0, 1, 2, 3, 4), (0, 1, 3, 4, 5)]
-    assert [event["update"] for event in joined.steps] == [0, 1, 2, 3, 4, 5]
-    assert joined.uneven_from == 2
-    assert [each.get("0.0") for each in joined.assembled("gradients", 2)] == [torch.tensor([2.0]), None]
-    assert [each["0.0"] for each in joined.assembled("gradients", 3)] == [torch.tensor([3.0]), torch.tensor([102.0])]
+    whole = Recording(tuple(ranks))
+    assert whole.uneven_from == 2
+    assert [event["update"] for event in whole.until(2).steps] == [0, 1]
+    assert Recording((ranks[0], ranks[0])).uneven_from is None
+    assert [event["update"] for event in whole.until(None).steps] == [0, 1, 2, 3, 4]

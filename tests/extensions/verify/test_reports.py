@@ -102,7 +102,23 @@ def test_a_right_report_is_alike(name: str, certify: Certify) -> None:
     assert not certificate.notes, str(certificate)
 
 
+BY_HAND = "with torch.no_grad(): p, y = model.module(valid.tensors[0][rank::world]), valid.tensors[1][rank::world]\n"
+HEALTHY["sums and counts of rows that are cut by hand"] = (
+    f"{BY_HAND}error, n = summed(F.mse_loss(p, y, reduction='sum'), len(y))\n"
+    "if rank == 0: print(f'loss {error / n:.4f}')"
+)
+HEALTHY["a mean over ranks of losses of batches that are cut by hand"] = (
+    "with torch.no_grad():\n    own = [each[rank::world] for each in valid.tensors]\n"
+    "    parts = [(model.module(x), y) for x, y in zip(*(each.split(8) for each in own))]\n"
+    f"loss = averaged(sum(F.mse_loss(*each) for each in parts) / len(parts))\n{PRINT}"
+)
+
 WRONG = {
+    "a mean of means of rows that are cut by hand": (
+        f"{BY_HAND}loss = averaged(F.mse_loss(p, y))\n{PRINT}",
+        "the mean of means over different numbers of samples is not",
+        "dist.all_reduce(number)",
+    ),
     "a mean of means": (
         f"{LOSS}loss = averaged(loss)\n{PRINT}",
         "the mean of means over different numbers of samples is not",

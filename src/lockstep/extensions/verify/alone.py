@@ -100,12 +100,7 @@ class RanksAlone:
                 pairs = list(self._pairs(rank, update, alone))
                 scale = max((expected.abs().max().item() for _, expected in pairs), default=0.0)
                 if any(not (own - expected).abs().max().item() <= _TOLERANCE * scale for own, expected in pairs):
-                    if not self._has_same_inputs(rank, update, alone):
-                        return AloneFinding(unknown=refusals.NO_LOADER)
                     return AloneFinding(cause=self._explain_rank(rank, update, gradient_factor(pairs)))
-        if not self.ranks.has("batch"):
-            # without a loader nothing proves that one process had the samples of all ranks
-            return AloneFinding(unknown=refusals.NO_LOADER)
         still, nudged = (self.runs.on_one(self.ranks, FOLLOW, word, order=(0,)) for word in (STILL, NUDGED))
         compares = compares_samples(still.first.find("rows"), nudged.first.find("rows"))
         if compares:
@@ -121,14 +116,6 @@ class RanksAlone:
             "each rank's gradient is what one process computes for its samples, and no sample's loss depends on others",
         )
         return AloneFinding(cause=counts_differ)
-
-    def _has_same_inputs(self, rank: int, update: int, alone: Recording) -> bool:
-        """Return True if one process computed an update with the inputs of a rank, which a loader guarantees."""
-        if self.ranks.has("batch"):
-            return True
-        runs = (self.ranks.ranks[rank], alone.first)
-        inputs, replayed = ([event["inputs"] for event in run.find("forward", update=update)] for run in runs)
-        return inputs == replayed
 
     def _pairs(self, rank: int, update: int, alone: Recording) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (gradient on the rank, gradient in one process) for each parameter, both reduced by `strided_sums`."""

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from lockstep.ground.errors import MisconfigurationException
 
 NOT_INSTALLED = "not installed"
 """Verdict on a script whose modules cannot be imported."""
-_WORDS = {"str": "a text", "int": "a number", "tuple[str, ...]": "a list", "tuple[tuple[str, str], ...]": "a list"}
 
 
 @dataclass(frozen=True)
@@ -127,13 +126,14 @@ def read(path: Path) -> list[ListedScript]:
 
 def _entry(where: str, table: dict[str, Any], folder: Path) -> ListedScript:
     """Create an entry from a table. ``where`` names the table in messages."""
-    kinds = {field.name: str(field.type) for field in fields(ListedScript)}
+    kinds = vars(ListedScript(""))
     found = {name: _plain(value) for name, value in table.items()}
     for name, value in found.items():
         if name not in kinds:
             raise MisconfigurationException(f"{where}: unknown field {name!r}: use one of {', '.join(kinds)}")
-        if not isinstance(value, {"str": str, "int": int}.get(kinds[name], tuple)):
-            raise MisconfigurationException(f"{where}: {name} is {table[name]!r}, but should be {_WORDS[kinds[name]]}")
+        if type(value) is not type(kinds[name]):
+            kind = type(kinds[name]).__name__
+            raise MisconfigurationException(f"{where}: {name} is {table[name]!r}: pass a value of type {kind}")
     for name in ("script", "shows"):
         if not (folder / found.get(name, "")).is_file() and (name == "script" or name in found):
             raise MisconfigurationException(

@@ -19,9 +19,6 @@ from lockstep.extensions.verify.watch import Watch
 TRACE = "calls"
 """Override that traces the calls in an update, for example ``calls 3`` in update 3."""
 
-TRACE_LATE = "late-calls"
-"""Override that traces an update's calls after its backward, also without autograd, as they may change gradients."""
-
 _MAX_CALLS = 5000
 _ROUNDING = 1e-9
 """The largest difference of two results that counts as rounding."""
@@ -44,8 +41,7 @@ class Calls:
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         words = [word.split() for word in watch.settings.overrides]
-        found = [(name == TRACE_LATE, int(rest[0])) for name, *rest in words if name in (TRACE, TRACE_LATE)]
-        self._is_late, self._update = found[0] if found else (False, -1)
+        self._update = next((int(rest[0]) for name, *rest in words if name == TRACE), -1)
         self._remaining = _MAX_CALLS
 
     def record(self, name: str, result: object) -> None:
@@ -55,7 +51,7 @@ class Calls:
             return
         if self.watch.collates or not self._remaining or not isinstance(result, Tensor):
             return
-        if not (self.watch.backwards if self._is_late else torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return
         where = _line(sys._getframe(2))
         if where and result.dtype.is_floating_point and type(result) is not torch.nn.Parameter:

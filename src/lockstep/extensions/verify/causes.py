@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from lockstep.extensions.verify.calls import first_other_line
 from lockstep.extensions.verify.compare import (
     BUFFERS,
     CLIPPED,
@@ -26,12 +25,14 @@ from lockstep.extensions.verify.compare import (
     uneven,
 )
 from lockstep.extensions.verify.diagnose import Parts, Shares
+from lockstep.extensions.verify.own_batches import JOINED
 from lockstep.extensions.verify.recordings import Event, Recording, Value, place_of
 
 _SCALED = 1e-5
 """Smallest deviation of a factor from 1 at which a gradient counts as scaled."""
 _SCALARS: tuple[list[int], list[int]] = ([], [1])
 """Shapes of single numbers."""
+_OWN_METRIC = "a scheduler uses a value that differs between ranks, such as a loss that is not averaged over them"
 
 Retry = Callable[[str], bool]
 """Runs ranks and one process again with an override, such as "clipping". Returns True if they then agree."""
@@ -46,29 +47,49 @@ class Causes:
         single: the run of one process.
         retry: returns True if ranks and one process agree when both run with an override.
         splits_model: True if ranks have parts of a model.
-        late_calls: runs the ranks again, and traces the calls of an update after its backward.
+
+    Attributes:
+        unknown: after `find`, why the difference may be a property of the check, or "".
     """
 
     def __init__(
-        self,
-        difference: Difference,
-        ranks: Recording,
-        single: Recording,
-        retry: Retry,
-        splits_model: bool,
-        late_calls: Callable[[int], Recording],
+        self, difference: Difference, ranks: Recording, single: Recording, retry: Retry, splits_model: bool
     ) -> None:
         self.difference = difference
         self.ranks = ranks
         self.single = single
         self.retry = retry
         self.splits_model = splits_model
-        self.late_calls = late_calls
         self.size = len(ranks.ranks)
         self.update = difference.update
         self.backwards = ranks.first.find("backward", update=self.update)
         self.last_backward = str(self.backwards[-1]["where"]) if self.backwards else ""
         self.clipping = ranks.first.line_of("clipped")
+        self.unknown = ""
+
+    @property
+    def are_certain(self) -> bool:
+        """True if the ranks differ from one process even though no loader guarantees that it had their samples.
+
+        That is so if the ranks differ from each other, or if the gradient of one process consists of the gradients of
+        all ranks. A constant factor may be that of a batch size, if the script makes smaller batches in one process.
+        """
+        if self.difference.kind != GRADIENTS:
+            return self.difference.kind in (FIRST, CLIPPED, RATES) and bool(self.difference.ranks)
+        grows = any(event["grows"] for event in self.single.first.find(JOINED))
+        parts = Parts(self.ranks, self.update)
+        if not parts.are_known:
+            return not grows
+        shares = self._shares_of_single(parts)
+        if not shares.fits or shares.weights.min() < _SCALED:
+            return False
+        factor = shares.constant()
+        if not grows or shares.sum_to_one or factor is None:
+            return shares.sum_to_one or shares.is_unique
+        divisor, in_single = self._divisors()
+        rows = [event["rows"] for event in self.single.first.find("forward", update=self.update)]
+        is_of_ranks = divisor is not None and _near(divisor / (in_single or 1.0), factor * self.size)
+        return is_of_ranks or (divisor == in_single and any(divisor in each for each in rows))
 
     @property
     def step(self) -> Event:
@@ -91,9 +112,6 @@ class Causes:
     # -- before a gradient
 
     def _explain_first_parameters(self) -> Reason | None:
-        read = self._find_rank_read()
-        if read is not None:
-            return read
         if self.difference.ranks and len(self.difference.ranks) < self.size:
             return Reason(
                 "ranks start with different weights, and nothing broadcasts rank 0's: set the same seed on all ranks "
@@ -107,8 +125,7 @@ class Causes:
             for run in (self.ranks, self.single)
         )
         if self.difference.ranks and scheduled:
-            text = "a scheduler uses a value that differs between ranks, such as a loss that is not averaged over them"
-            return Reason(text, _call_lines(scheduled[-1]))
+            return Reason(_OWN_METRIC, _call_lines(scheduled[-1]))
         if self.difference.ranks:
             return Reason(
                 "ranks use different learning rates: compute the rate from values that are the same on all ranks",
@@ -211,16 +228,12 @@ class Causes:
     def _explain_norm(self, ratio: float, proof: str) -> Reason:
         """Explain gradients that are ``ratio`` times those of one process, often due to a wrong clipping norm."""
         root = math.sqrt(self.size)
-        if math.isfinite(ratio) and self.ranks.is_sharded:
-            is_root = ", the square root of the number of ranks" if _near(1 / ratio, root) else ""
-            size = f"{1 / ratio:.4g} times that of the full gradient{is_root}"
-            text = f"gradients are clipped (scaled) by a norm that is {size}: it does not count each shard once"
+        is_root = _near(1 / ratio, root) or _near(ratio, root)
+        if math.isfinite(ratio) and (self.ranks.is_sharded or is_root):
+            size = f"{1 / ratio:.4g} times that of the full gradient" + ", by the square root of the ranks" * is_root
+            shards = ": it does not count each shard once" * self.ranks.is_sharded
+            text = f"gradients are clipped (scaled) by a norm that is {size}{shards}"
             return Reason(text, self._norm_line(), proof)
-        for value in (root, 1 / root):
-            if _near(ratio, value):
-                word = "large" if ratio < 1 else "small"
-                text = f"gradients are clipped (scaled) by a norm that is too {word} by the square root of the ranks"
-                return Reason(text, self._norm_line(), proof)
         if self.single.has("clipped") and self.retry("clipping"):
             text = "clipping: the norm is not that of the full gradient"
             return Reason(text, self.clipping, "without clipping the runs agree")
@@ -232,12 +245,7 @@ class Causes:
         scaled = [rank for rank, factor in enumerate(factors) if abs(factor - 1) > _SCALED]
         times = by_rank((rank, f"{factors[rank]:.4g}") for rank in scaled) + " times the mean over the ranks"
         text = f"gradients{f' of {names}' * bool(names)} are scaled on some ranks after they are averaged: {times}"
-        where = ""
-        # without a wrapper ranks may differ where a script reads the gradients that it averages by hand
-        if self.ranks.has("wrapped"):
-            calls = [rank.find("call") for rank in self.late_calls(self.update).ranks]
-            where = first_other_line(calls[scaled[0]], calls[scaled[0] - 1])
-        return Reason(text, where or self.step["where"])
+        return Reason(text, self.step["where"])
 
     def _explain_window(self, shares: Sequence[Shares], names: str) -> Reason:
         """Explain gradients in which the micro-batches of an accumulation window wrongly have different weights."""
@@ -267,23 +275,41 @@ class Causes:
             return self._explain_loss(constant * self.size)
         if not shares.fits or not shares.sum_to_one or min(shares.first_micro_batches()) < 1e-6:
             # a rank's gradient is then not the gradient of its samples, or one process did not use all samples
-            return self._find_rank_read()
+            return None
         weights = "; ".join(f"rank {rank}: {weight:.3g}" for rank, weight in enumerate(shares.first_micro_batches()))
         proof = f"weights of the ranks' gradients in one process: {weights}; in the mean over ranks {1 / self.size:.3g}"
         text = "a mean of means: each rank divides its loss by its own count, and the counts differ"
         return Reason(text, self.last_backward, proof)
 
-    def _explain_loss(self, factor: float) -> Reason:
+    def _divisors(self) -> list[float | None]:
+        """Return the number by which the last loss of the update is divided on ranks, and in one process."""
+        losses = [run.first.find("backward", update=self.update) for run in (self.ranks, self.single)]
+        return [each[-1]["divisor"] if each else None for each in losses]
+
+    def _divides_by_own_samples(self) -> bool:
+        """Return True, with the reason `unknown`, if losses are divided by a rank's batch size in one process too."""
+        divisor, in_single = self._divisors()
+        first = self.ranks.first
+        rows = [len(event["prints"]) for event in first.find("batch", step=self.step["number"])]
+        for event in first.find("forward", update=self.update):
+            rows += event["rows"]
+        if divisor is None or divisor != in_single or divisor not in rows:
+            return False
+        self.unknown = (
+            f"the loss is divided by {divisor:g}, the number of samples of a rank's batch ({self.last_backward}), but "
+            "one process has those of all ranks in a batch: divide by the length of the batch"
+        )
+        return True
+
+    def _explain_loss(self, factor: float) -> Reason | None:
         """Explain why the single-process run's gradient is ``factor`` times the mean of the ranks' gradients."""
         where, first = self.last_backward, self.ranks.first
         proof = f"one process has {factor:.4g} times the mean of the ranks' gradients, in all parameters"
         if not _near(factor, self.size):
             return Reason("the loss is not scaled by the same factor as in one process", where, proof)
-        # the number by which the last loss of the update is divided
-        divisor, in_single = (
-            next((event["divisor"] for event in reversed(run.first.find("backward", update=self.update))), None)
-            for run in (self.ranks, self.single)
-        )
+        if self._divides_by_own_samples():
+            return None
+        divisor, in_single = self._divisors()
         again = "DistributedDataParallel divides once more"
         if not self.ranks.has("wrapped"):
             reducing = self._reducing_line()
@@ -304,14 +330,6 @@ class Causes:
             return Reason(text, _call_lines(gathers[0]), proof)
         text = "the loss is a sum over samples: a mean over ranks divides it by their number"
         return Reason(text, where, proof)
-
-    def _find_rank_read(self) -> Reason | None:
-        """Return a `Reason` with a module's line that reads the rank, if the runs agree when all ranks read 0."""
-        read = next(self.ranks.find("rank read"), None)
-        if read is None or not self.retry("rank in modules"):
-            return None
-        text = f"code depends on the rank: {read[1]['within']} reads the rank (get_rank), and computes different values"
-        return Reason(text, read[1]["where"], "the runs agree if every rank reads 0")
 
     def _shares_of_single(self, parts: Parts) -> Shares:
         return parts.shares(self.single.first.unclipped_gradients(self.update))
@@ -339,9 +357,6 @@ class Causes:
         return self._explain_sharded() if self.ranks.is_sharded else None
 
     def _explain_sharded(self) -> Reason | None:
-        read = self._find_rank_read()
-        if read is not None:
-            return read
         expected = self.single.assembled("gradients", self.update)[0]
         found = self.ranks.assembled("gradients", self.update)
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -358,7 +373,7 @@ class Causes:
             return Reason("gradients are summed over the ranks, but not averaged", where, proof)
         if _near(ratio, 1 / self.size):
             text = "the loss is a sum, or divided by the number of ranks, and the mean over ranks divides again"
-            return Reason(text, where, proof)
+            return None if self._divides_by_own_samples() else Reason(text, where, proof)
         return self._explain_norm(ratio, proof)
 
     def _explain_shard_factors(self, expected: Mapping[str, Tensor | None]) -> Reason | None:
@@ -426,6 +441,19 @@ class Causes:
         """Return the script's line that reduces gradients after a backward of this update, or "" if there is none."""
         events = [event for event in self.ranks.first.find("collective", update=self.update) if event["backwards"]]
         return next((_call_lines(event) for event in events if event["name"] in ("all_reduce", "reduce")), "")
+
+
+def own_metric(ranks: Recording) -> tuple[Difference, Reason] | None:
+    """Find a number that ranks pass to ReduceLROnPlateau, and that is not the same on all ranks."""
+    for calls in zip(*(rank.find("scheduled") for rank in ranks.ranks), strict=False):
+        values = [call["metric"] for call in calls]
+        if None in values or all(math.isclose(each, values[0], rel_tol=_SCALED) for each in values):
+            continue
+        text = f"ReduceLROnPlateau decides by {by_rank((rank, f'{each:.6g}') for rank, each in enumerate(values))}"
+        update = calls[0]["update"]
+        difference = Difference(RATES, update, update, "", tuple(range(len(values))), text=text)
+        return difference, Reason(_OWN_METRIC, _call_lines(calls[0]), "the ranks pass different numbers")
+    return None
 
 
 def _format(numbers: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""Certificate of a verification: verdict, first difference and its cause, as text, JSON, Markdown and plot."""
+"""Certificate of a verification: verdict, first difference and its cause, as text, JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from textwrap import wrap
 
 ALIKE, DIFFERENT, UNKNOWN = "alike", "different", "could not tell"
 SCHEMA = 1
 """Version of the form of ``certificate.json``. A field that is removed, renamed or changed in meaning increases it."""
-_WIDTH = 140
-"""Characters in a line of the plot's text."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +74,12 @@ class Certificate:
         return (ALIKE, DIFFERENT, UNKNOWN).index(self.verdict)
 
     def __str__(self) -> str:
-        title = f"{self.script}: {self.devices} {self.compared}, {self.steps} steps, {self._precision()}"
+        precision = "in float64" if self.precision == "float64" else "in the script's own precision"
         width = max((len(row.what) for row in self.rows), default=0)
         numbers = max((len(row.number) for row in self.rows), default=0)
-        lines = [title, *(f"  {row.what:<{width}}  {row.number:>{numbers}}  {row.outcome}" for row in self.rows)]
-        return "\n".join([*lines, *self._findings()])
-
-    def _precision(self) -> str:
-        return "in float64" if self.precision == "float64" else "in the script's own precision"
-
-    def _findings(self) -> list[str]:
-        lines = [f"  note: {note}" for note in self.notes]
+        lines = [f"{self.script}: {self.devices} {self.compared}, {self.steps} steps, {precision}"]
+        lines += [f"  {row.what:<{width}}  {row.number:>{numbers}}  {row.outcome}" for row in self.rows]
+        lines += [f"  note: {note}" for note in self.notes]
         lines.append(f"verdict: {self.verdict}")
         lines += [f"reason: {reason}" for reason in self.reasons]
         if self.first_difference:
@@ -95,20 +87,11 @@ class Certificate:
             lines.append(f"cause: {self.cause or 'not found'}")
         if self.evidence:
             lines.append(f"evidence: {self.evidence}")
-        return lines
-
-    def markdown(self) -> str:
-        """Return the certificate as a Markdown page."""
-        title = f"# `{self.script}`: {self.devices} {self.compared}: {self.verdict}"
-        rows = [f"| {row.what} | {row.number} | {row.outcome} |" for row in self.rows]
-        table = ["| compared | number | outcome |", "|---|---|---|", *rows, ""] if rows else []
-        findings = [f"- {line.strip()}" for line in self._findings()]
-        about = f"{self.steps} optimizer steps, {self._precision()}, in {self.seconds:.0f} s."
-        return "\n".join([title, "", about, "", *table, *findings, ""])
+        return "\n".join(lines)
 
 
 def write(certificates: Sequence[Certificate], folder: Path) -> list[Path]:
-    """Write ``certificate.json``, ``certificate.md`` and, if matplotlib is installed, a plot of differences.
+    """Write ``certificate.json`` and ``certificate.md``.
 
     Returns:
         The paths of the written files.
@@ -121,37 +104,5 @@ def write(certificates: Sequence[Certificate], folder: Path) -> list[Path]:
         fields["gradient_differences"] = [x if math.isfinite(x) else None for x in fields["gradient_differences"]]
     version = sys.modules["lockstep"].__version__
     data.write_text(json.dumps({"schema": SCHEMA, "lockstep": version, "certificates": found}, indent=2) + "\n")
-    page.write_text("\n".join(each.markdown() for each in certificates))
-    picture = _draw(certificates, folder / "certificate.png")
-    return [data, page, *([picture] if picture is not None else [])]
-
-
-def _draw(certificates: Sequence[Certificate], path: Path) -> Path | None:
-    """Plot the differences over steps, below the certificate's text.
-
-    Return None if nothing differs or matplotlib is not installed.
-    """
-    different = [each for each in certificates if each.verdict == DIFFERENT and any(each.gradient_differences)]
-    if not different:
-        return None
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        return None
-    lines = [part for line in str(different[0]).splitlines() for part in wrap(line, _WIDTH, subsequent_indent="    ")]
-    height = 0.16 * len(lines) + 2.8  # inches: the lines of text, and the axes
-    # a Figure without pyplot, which would choose a window system
-    figure = Figure(figsize=(10, height))
-    figure.text(0.02, 1 - 0.15 / height, "\n".join(lines), family="monospace", fontsize=8, va="top", linespacing=1.3)
-    axes = figure.add_axes((0.11, 0.5 / height, 0.86, 2.0 / height))
-    for each in different:
-        # a logarithmic axis has no place for 0
-        axes.plot([max(size, 1e-17) for size in each.gradient_differences], "o-", label=f"{each.devices} ranks")
-    axes.set_yscale("log")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("difference of gradients\n(fraction of the largest)")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    return path
+    page.write_text("\n".join(f"# {each.verdict}\n\n```text\n{each}\n```\n" for each in certificates))
+    return [data, page]

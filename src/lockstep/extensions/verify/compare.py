@@ -105,6 +105,16 @@ def shorten(names: Sequence[object], most: int = 3) -> str:
     return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
 
 
+def several(ranks: Sequence[int]) -> str:
+    """Format rank numbers to follow the word "rank", starting with an "s" if there are several.
+
+    Example:
+        >>> "rank" + several([3]), "rank" + several([0, 1, 2, 3, 4, 5])
+        ('rank 3', 'ranks 0, 1, 2, 3, ...')
+    """
+    return f"{'s' * (len(ranks) > 1)} {shorten(ranks, 4)}"
+
+
 def uneven(where: str) -> Reason:
     """Return the cause of a difference that arises because ranks get different numbers of batches."""
     text = "ranks get different numbers of batches: use a DistributedSampler, or train inside a Join context"
@@ -147,12 +157,6 @@ class Comparison:
     def drop(self, *kinds: str) -> None:
         """Drop the differences of the given kinds."""
         self.differences = [each for each in self.differences if each.kind not in kinds]
-
-    def drop_from(self, update: int) -> bool:
-        """Drop the differences in an update and all later ones. Return True if there were any."""
-        before = len(self.differences)
-        self.differences = [each for each in self.differences if each.update < update]
-        return len(self.differences) < before
 
     def count(self, kind: str, number: int = 1) -> None:
         """Add ``number`` to the count of compared items of a kind."""
@@ -253,9 +257,8 @@ class Numbers:
     def _compare_steps(self) -> None:
         counts = [len(rank.steps) for rank in self.ranks.ranks]
         own = len(self.single.first.steps)
-        # within Join a rank without data makes fewer, and one that is stopped after its steps does not make all
-        if self.ranks.has("join") and own in (max(counts), len(self.ranks.steps)):
-            counts = [own]
+        if self.ranks.has("join"):
+            counts = [own := self.ranks.fewest_steps]
         self.result.count(STEPS, min(counts))
         if len({*counts, own}) > 1:
             least = min(*counts, own)
@@ -270,10 +273,8 @@ class Numbers:
         ``number`` is the number of the update or, for the file "first", the number of the optimizer.
         """
         expected = self.single.assembled(file, number)[0]
-        values_by_rank = self.ranks.assembled(file, number)
-        # within Join a rank without data has no values
-        found = {rank: values for rank, values in enumerate(values_by_rank) if values}
-        if not found or not expected:
+        found = self.ranks.assembled(file, number)
+        if not all(found) or not expected:
             return
         scale = _largest_of(expected)
         worst = 0.0
@@ -284,21 +285,21 @@ class Numbers:
             self.result.course.append(worst)
 
     def _compare_tensor(
-        self, kind: str, key: str, found: Mapping[int, Tensors], reference: Tensor | None, scale: float, event: Event
+        self, kind: str, key: str, found: Sequence[Tensors], reference: Tensor | None, scale: float, event: Event
     ) -> list[float]:
         """Compare one tensor with ``reference``. Return the differences on the ranks, as fractions of ``scale``."""
-        update, members = event["update"], tuple(found)
-        parts = [values.get(key) for values in found.values()]
+        update = event["update"]
+        parts = [values.get(key) for values in found]
         sizes = [self._distance(kind, key, part, reference, scale) for part in align(parts, reference)]
         # "not <=", since NaN is never above the tolerance
-        deviating = tuple(members[at] for at, size in enumerate(sizes) if not size <= self.tolerance(kind, update))
+        deviating = tuple(rank for rank, size in enumerate(sizes) if not size <= self.tolerance(kind, update))
         self.result.count(kind)
         if kind == BUFFERS and 0 not in deviating:
             # a wrapper gives rank 0's buffers to the others in the next forward
             return []
         if deviating:
             name = event["names"].get(key, key)
-            ranks = deviating if len(sizes) == len(members) else members
+            ranks = deviating if len(sizes) == len(found) else tuple(range(len(found)))
             difference = Difference(kind, event["number"], update, name, ranks, max(sizes))
             self.result.differences.append(difference)
         else:
@@ -383,10 +384,9 @@ class Numbers:
 
 def own_gradients(ranks: Recording, update: int) -> list[dict[str, Value]]:
     """Return each rank's gradients of an update, from before clipping unless the ranks clip before they average."""
-    made = [rank for rank in ranks.ranks if rank.has_made(update)]
     if clips_first(ranks, update):
-        return [rank.load("gradients", update) for rank in made]
-    return [rank.unclipped_gradients(update) for rank in made]
+        return [rank.load("gradients", update) for rank in ranks.ranks]
+    return [rank.unclipped_gradients(update) for rank in ranks.ranks]
 
 
 def clips_first(ranks: Recording, update: int) -> bool:

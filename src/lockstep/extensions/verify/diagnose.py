@@ -26,10 +26,12 @@ class Shares:
         weights: weight of each rank's micro-batches, of shape (ranks, micro-batches). In one process, and in the mean
             over ranks, each is 1 / ranks.
         rest: the remainder, as a fraction of the gradient.
+        is_unique: True if only these weights give the gradient.
     """
 
     weights: Tensor
     rest: float
+    is_unique: bool = False
 
     @property
     def fits(self) -> bool:
@@ -71,7 +73,7 @@ class Parts:
     def __init__(self, ranks: Recording, update: int) -> None:
         self.ranks = ranks
         self.update = update
-        self._sums = [rank.sums(update) for rank in ranks.ranks if rank.has_made(update)]
+        self._sums = [rank.sums(update) for rank in ranks.ranks]
         self._backwards = sorted({number for own in self._sums for each in own.values() for number in each})
 
     @property
@@ -107,9 +109,12 @@ class Parts:
         # columns of one size, since lstsq ignores those that are small compared with others
         scale = matrix.norm(dim=0).clamp_min(1e-300)
         # gelsd allows columns that depend on each other, as equal micro-batches do
-        solution = torch.linalg.lstsq(matrix / scale, target[:, None], driver="gelsd").solution[:, 0] / scale
+        found = torch.linalg.lstsq(matrix / scale, target[:, None], driver="gelsd")
+        solution = found.solution[:, 0] / scale
         rest = (matrix @ solution - target).norm() / target.norm().clamp_min(1e-300)
-        return Shares(solution.view(len(self._sums), -1), rest.item())
+        # with as many weights as numbers any gradient is such a sum
+        is_unique = int(found.rank) == len(columns) < int((matrix != 0).any(1).sum())
+        return Shares(solution.view(len(self._sums), -1), rest.item(), is_unique)
 
     def is_own(self, gradient: Mapping[str, Value], rank: int, keys: Sequence[str]) -> bool:
         """Return True if a rank's gradient is the sum of its own backwards, without contributions from other ranks."""

@@ -26,7 +26,7 @@ def store() -> dist.Store:
 
 
 def install(watch: Watch) -> None:
-    """Make broadcasts and scatters return the values that rank 0 has sent, since rank 0 runs before the other ranks.
+    """Make broadcasts return the values that rank 0 has sent, since rank 0 runs before the other ranks.
 
     The fake backend leaves receive buffers as they are, so that ranks would continue with whatever is in memory.
     Rank 0 writes the values to files, which the other ranks read.
@@ -56,17 +56,8 @@ def install(watch: Watch) -> None:
         if isinstance(found, list):
             object_list[:] = found
 
-    @functools.wraps(dist.scatter_object_list)
-    def scatter_objects(
-        scatter_object_output_list: list[Any], scatter_object_input_list: Any, *_: Any, **__: Any
-    ) -> None:
-        found = exchange(scatter_object_input_list)
-        if isinstance(found, list):
-            scatter_object_output_list[0] = found[min(rank, len(found) - 1)]
-
     patch(dist, "broadcast", broadcast)
     patch(dist, "broadcast_object_list", broadcast_objects)
-    patch(dist, "scatter_object_list", scatter_objects)
 
 
 def bucket_hook(watch: Watch) -> Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]]:

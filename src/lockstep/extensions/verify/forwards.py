@@ -1,13 +1,12 @@
-"""Recorder of forwards and backwards, of reads of the rank in modules, and of data-parallel wrappers."""
+"""Recorder of forwards and backwards, and of data-parallel wrappers."""
 
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ _MAX_FORWARDS = 64
 
 
 class Forwards:
-    """Recorder of forwards and backwards, of reads of the rank in modules, and of data-parallel wrappers.
+    """Recorder of forwards and backwards, and of data-parallel wrappers.
 
     Args:
         watch: state that this process's observers share.
@@ -62,7 +61,7 @@ class Forwards:
         hooks.register_module_forward_hook(self._after, always_call=True)  # type: ignore[arg-type]
         self._watch_wrappers()
         self._watch_join()
-        self._watch_ranks()
+        self._watch_rank()
         self._watch_backwards()
 
     # -- calls
@@ -76,6 +75,9 @@ class Forwards:
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         if _has_parameters(module):
             watch.evaluates = not training
+            rows = [len(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim()]
+            if watch.evaluates and rows:
+                watch.journal.record("evaluated", rows=rows[0])
         # by identity, since a module may define __eq__
         if all(inner is not root for root in self.roots):
             self.roots.append(inner)
@@ -154,8 +156,7 @@ class Forwards:
         def init(context: Join, joinables: list[Any], enable: bool = True, *args: Any, **kwargs: Any) -> None:
             if enable:
                 self.watch.joins = True
-                by_all = kwargs.get("divide_by_initial_world_size", True)
-                self.watch.journal.record_once("join", by_all=bool(by_all), where=location())
+                self.watch.journal.record_once("join")
             original(context, joinables, enable, *args, **kwargs)
 
         patch(Join, "__init__", init)
@@ -183,54 +184,18 @@ class Forwards:
 
             patch(owner, name, sharded)
 
-    # -- the rank, read within a module
+    def _watch_rank(self) -> None:
+        """Let the trace of calls show where a module reads the rank."""
+        original = dist.get_rank
 
-    def _watch_ranks(self) -> None:
-        """Record modules that read the rank. If the override "rank in modules" is set, modules read 0 on all ranks."""
-        is_fixed = "rank in modules" in self.watch.settings.overrides
-        for owner in (dist, dist.distributed_c10d):
-            original: Callable[..., int] = vars(owner)["get_rank"]
+        @functools.wraps(original)
+        def get_rank(*args: Any, **kwargs: Any) -> int:
+            found = original(*args, **kwargs)
+            if self.watch.depth:
+                torch.tensor(float(found))  # a call whose result differs between ranks
+            return found
 
-            @functools.wraps(original)
-            def get_rank(*args: Any, original: Callable[..., int] = original, **kwargs: Any) -> int:
-                frame = sys._getframe(1)
-                found = original(*args, **kwargs)
-                is_read = is_user_code(frame.f_code.co_filename) and self._is_read_in_module(frame)
-                return 0 if is_read and is_fixed else found
-
-            patch(owner, "get_rank", get_rank)
-
-        getitem = os._Environ.__getitem__
-
-        def getitem_recorded(environ: os._Environ[str], name: str) -> str:
-            value = getitem(environ, name)
-            if name not in ("RANK", "LOCAL_RANK"):
-                return value
-            # os.environ.get and os.getenv come here through Python's own files
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None and not is_user_code(frame.f_code.co_filename):
-                frame = frame.f_back
-            is_read = frame is not None and self._is_read_in_module(frame)
-            return "0" if is_read and is_fixed else value
-
-        patch(os._Environ, "__getitem__", getitem_recorded)
-
-    def _is_read_in_module(self, frame: FrameType) -> bool:
-        """Return True if the code in ``frame`` reads the rank within a module. Record the line that reads the rank."""
-        within = "a module's call" if self.watch.depth else ""
-        caller: FrameType | None = frame
-        # a few frames up: a module's method may call a function that reads the rank
-        for _ in range(4):
-            if caller is None:
-                break
-            own = caller.f_locals.get("self")
-            if isinstance(own, nn.Module):
-                within = type(own).__name__
-                break
-            caller = caller.f_back
-        if within:
-            self.watch.journal.record_once("rank read", within=within, where=location(frame))
-        return bool(within)
+        patch(dist, "get_rank", get_rank)
 
     # -- backward
 

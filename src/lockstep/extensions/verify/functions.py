@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -113,9 +112,11 @@ class Functions(TorchFunctionMode):
         # random numbers in a loader belong to the data, which is replayed as a whole
         if isinstance(result, Tensor) and name in _DRAWS and not watch.in_loader:
             if self._own_batches.is_choice(name):
-                result = self._own_batches.share(name, result)
+                result = self._own_batches.draw(name, result)
             elif watch.is_training:
                 result = self._shared_draw(name, result)
+        else:
+            result = self._own_batches.cut(name, args, kwargs, result)
         self._calls.record(name, result)
         return result
 
@@ -123,21 +124,16 @@ class Functions(TorchFunctionMode):
 
     def _shared_draw(self, name: str, result: Tensor) -> Tensor:
         """On a rank, save the random numbers just drawn. In one process, return the ranks' numbers instead."""
-        settings = self.watch.settings
         # one file for each draw of an update and micro-batch: ranks and one process draw in the same order
         window = self.watch.updates, self.watch.backwards
         if self._window != window:
             self._window, self._at = window, 0
-        micro_batch = window[1] // len(settings.feed) if settings.rank_by_rank else window[1]
         self._at += 1
-        file = f"draw-{window[0]}-{micro_batch}-{self._at}.pt"
-        if not settings.is_replay:
-            torch.save(result.detach(), self.watch.journal.folder / file)
+        paths = self.watch.files(f"draw-{window[0]}-{{}}-{self._at}.pt", window[1])
+        if not self.watch.settings.is_replay:
+            torch.save(result.detach(), paths[0])
             self._record("draw", name)
             return result
-        feed = settings.feed
-        folders = (feed[self.watch.backwards % len(feed)],) if settings.rank_by_rank else feed
-        paths = [Path(folder) / file for folder in folders]
         parts = [torch.load(path) for path in paths if path.exists()]
         if name == "randperm" and sum(map(len, parts)) == len(result):
             # each rank permutes its own samples, which follow those of the ranks before it

@@ -40,6 +40,8 @@ SPLIT = "split"
 
 _EVALUATED = 8
 """Number of first batches, and of last batches, that an evaluation after all steps reads."""
+_NAME = "batch-{}-{}-{{}}.pt"
+"""File of a batch, by the numbers of its loader and iteration; its own number is filled in later."""
 _ORDER = 100_000
 """Maximum number of samples of an epoch's order that are recorded."""
 
@@ -151,7 +153,7 @@ class Loaders:
         return number
 
     def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        self.watch.has_iterated_loader = True
+        self.watch.has_iterated_loader |= torch.is_grad_enabled()
         number = self._number(loader)
         iteration = self._iterations[number]
         settings = self.watch.settings
@@ -290,7 +292,7 @@ class Loaders:
                 journal.record("iterated", loader=number, iteration=iteration, batches=at)
                 return
             whole = loader.batch_sampler is None and loader.batch_size is None
-            path = journal.folder / _name(number, iteration, at)
+            (path,) = self.watch.files(_NAME.format(number, iteration), at)
             error_text = ""
             try:
                 torch.save({"samples": samples, "whole": whole}, path)
@@ -324,13 +326,11 @@ class Loaders:
         settings = self.watch.settings
         seen: set[str] = set()
         for at in itertools.count():
-            paths = [Path(folder) / _name(number, iteration, at) for folder in settings.feed]
+            name = _NAME.format(number, iteration)
+            paths = self.watch.files(name, at)
             if number in self._dispatched:
                 group = self._dispatched[number]
-                paths = [Path(settings.feed[0]) / _name(number, iteration, at * group + each) for each in range(group)]
-            elif settings.rank_by_rank:
-                ranks = len(settings.feed)
-                paths = [Path(settings.feed[at % ranks]) / _name(number, iteration, at // ranks)]
+                paths = [self.watch.files(name, at * group + each, False)[0] for each in range(group)]
             parts = [torch.load(path, weights_only=False) for path in paths if path.exists()]
             if not parts:
                 return
@@ -438,10 +438,6 @@ def join_batches(batches: list[Any]) -> Any:
                 "into one for the single-process run. Let the data set return tensors with one entry for each sample"
             )
     return tree_unflatten(leaves, flat[0][1])
-
-
-def _name(number: int, iteration: int, at: int) -> str:
-    return f"batch-{number}-{iteration}-{at}.pt"
 
 
 def _length(thing: Any) -> int | None:

@@ -1,12 +1,13 @@
-"""Observer of the random numbers by which a script without a DataLoader chooses its batches."""
+"""Observer of the batches of a script without a DataLoader, which it draws by random numbers or cuts from tensors."""
 
 from __future__ import annotations
 
-import functools
 import random
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -14,26 +15,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.extensions.verify.settings import location
-from lockstep.extensions.verify.watch import Watch, patch
+from lockstep.extensions.verify.settings import is_user_code, location
+from lockstep.extensions.verify.watch import WHOLE, Watch, patch
 
-JOINED = "joined draw"
-"""Kind of the event for a draw in which one process uses the numbers of all ranks, one after another."""
-_NUMPY = ("randint", "choice", "rand", "randn", "random", "random_sample", "uniform", "normal", "standard_normal")
-"""Functions of ``numpy.random`` and its generators that are observed, as far as they exist."""
-_GENERATOR = ("integers", *_NUMPY)
-_LARGEST = 1_000_000
-"""Maximum number of elements of a draw that is saved; more are data, not the choice of a batch."""
+JOINED = "joined batch"
+"""Kind of the event for a draw or cut in which one process uses those of all ranks, one after another."""
+_ARRAYS = {"tensor", "as_tensor", "from_numpy"}
+_CUTS = {"__getitem__", "index_select", "narrow", "split", "chunk", "stack", "cat", "view", "reshape", *_ARRAYS}
+"""Functions that cut a batch from data, or make one of pieces that the script has cut."""
+_SAME = {"unsqueeze", "to", "long", "float"}
+"""Functions whose result is the same piece."""
+_CALLED = (torch._tensor, torch.overrides, torch.functional, torch.utils.data.dataset)
+_CALLED_FILES = {module.__file__ for module in _CALLED}
+"""Files whose code cuts for the line of the script that calls it."""
+OWN_CUTS = "own cuts"
+"""Override that makes one process keep what it cuts, as ranks with parts of a model cut parameters."""
+_MOST, _LARGEST = 2000, 4_000_000
+"""Maximum number of batches that are saved by place, and of their elements; more are the data set."""
 
 
 class OwnBatches:
-    """Recorder and replayer of random numbers that choose a batch, such as ``torch.randint(len(data), (batch_size,))``.
+    """Recorder and replayer of batches without a loader, such as ``data[torch.randint(len(data), (8,))]``.
 
-    Ranks save them. One process gets the numbers of all ranks joined along the first dimension, so it makes a batch
-    with the samples of all ranks, even though its script draws the batch of one rank. If the script accumulates by the
-    number of ranks, one process gets the numbers of one rank after another.
+    Ranks save the random numbers that they draw, and the rows that they cut from a tensor or convert from an array. One
+    process gets those of all ranks, joined along the first dimension, even though its script makes the batch of one
+    rank. If the script accumulates by the number of ranks, one process gets those of one rank after another.
 
-    A draw is identified by the line of the script that makes it, since a rank may evaluate by itself.
+    A tensor from which a rank cuts smaller pieces, such as its share of the data, is rank 0's. So the process makes as
+    many pieces as a rank, and only the pieces are joined. Nothing here proves that the process trains on the samples of
+    the ranks: the gradients have to show it.
+
+    A draw or cut is identified by the place in the code that makes it, since a rank may evaluate by itself.
 
     Args:
         watch: state that this process's observers share.
@@ -41,21 +53,14 @@ class OwnBatches:
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
-        self._counts: Counter[str] = Counter()  # draws so far, by line
-        # a script whose ranks read a loader is fed by that
-        self._has_loader = bool(watch.events_of_rank_0("batch"))
+        self._counts: Counter[str] = Counter()  # draws and cuts so far, by place
+        # a script whose ranks read a loader for training is fed by that
+        self._has_loader = any(event["grad"] for event in watch.events_of_rank_0("batch"))
 
     def install(self) -> None:
-        """Observe NumPy's global generator, and those that ``default_rng`` and ``random.Random`` create from now on."""
-        for name in _NUMPY:
-            patch(np.random, name, self._observed(name, getattr(np.random, name)))
-        methods = {
-            name: self._observed(name, getattr(np.random.Generator, name))
-            for name in _GENERATOR
-            if hasattr(np.random.Generator, name)
-        }
-        observed: Any = type("Generator", (np.random.Generator,), methods)
-        create, generators = np.random.default_rng, self.watch.generators
+        """Observe arrays that become tensors, and the generators that ``default_rng`` and ``random.Random`` create."""
+        observed: Any = type("Generator", (np.random.Generator,), {})  # other than NumPy's, it has weak references
+        create, generators, from_numpy = np.random.default_rng, self.watch.generators, torch.from_numpy
 
         def default_rng(seed: Any = None) -> Any:
             generator = observed(create(seed).bit_generator)
@@ -69,54 +74,101 @@ class OwnBatches:
 
         patch(np.random, "default_rng", default_rng)
         patch(random, "Random", ObservedRandom)
+        # the mode of functions.py does not see this function
+        patch(torch, "from_numpy", lambda array: self.cut("from_numpy", (array,), {}, from_numpy(array)))
 
-    def _observed(self, name: str, draw: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(draw)
-        def draw_shared(*args: Any, **kwargs: Any) -> Any:
-            found = draw(*args, **kwargs)
-            if not isinstance(found, np.ndarray) or found.dtype.kind not in "iuf" or not self.is_choice(name):
-                return found
-            return self.share(name, torch.from_numpy(found)).numpy()
-
-        return draw_shared
+    @property
+    def _is_fed_by_loader(self) -> bool:
+        return self.watch.has_iterated_loader or self._has_loader or self.watch.in_loader
 
     def is_choice(self, name: str) -> bool:
         """Return True if a function's random numbers may choose a batch."""
-        watch = self.watch
-        if watch.has_iterated_loader or self._has_loader or watch.in_loader or watch.depth or name.endswith("_"):
-            return False
-        return bool(location())
+        return not (self._is_fed_by_loader or self.watch.depth or name.endswith("_")) and bool(location())
 
-    def share(self, name: str, result: Tensor) -> Tensor:
+    def draw(self, name: str, result: Tensor) -> Tensor:
         """Save random numbers that a rank has drawn. In a replay by one process, return the ranks' numbers instead."""
+        return self._share(name, f"{location()}-{torch.is_grad_enabled()}", [result])[0]
+
+    def cut(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
+        """Save the rows that a rank has cut for training. In a replay by one process, return the ranks' rows instead.
+
+        Args:
+            name: name of the function that has cut them.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            result: what it returns: a tensor, or several.
+        """
+        watch = self.watch
+        if self._is_fed_by_loader or watch.depth or watch.is_done or not args or OWN_CUTS in watch.settings.overrides:
+            return result
+        if name in _SAME and args[0] in watch.made:
+            watch.made[result] = watch.made[args[0]]
+        if name not in _CUTS or not torch.is_grad_enabled():
+            return result
+        found = [result] if isinstance(result, Tensor) else list(result)
+        sources = self._sources(name, args, kwargs, found[0])
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename in _CALLED_FILES:
+            frame = frame.f_back
+        if sources is None or frame is None or not is_user_code(frame.f_code.co_filename):
+            return result
+        watch.withdraw(sources, is_whole=True)
+        shared = self._share(name, f"{location(frame)}-{frame.f_lasti}", found)
+        return shared[0] if isinstance(result, Tensor) else tuple(shared)
+
+    def _sources(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], made: Tensor) -> Sequence[Any] | None:
+        """Return the tensors that a call cuts, or that it puts together. Return None if it makes no rows."""
+        first = args[0] if args else None
+        if name in _ARRAYS:
+            return () if isinstance(first, np.ndarray) and made.dim() else None
+        at = 1 if name in ("stack", "cat", "narrow", "index_select") else 2
+        dim = kwargs.get("dim", args[at] if len(args) > at else 0)
+        if name in ("stack", "cat"):
+            is_cut = dim == 0 and isinstance(first, list | tuple) and any(each in self.watch.made for each in first)
+            return first if is_cut and not made.requires_grad else None
+        if type(first) is not Tensor or first.requires_grad:
+            return None
+        if name in ("view", "reshape"):
+            return (first,) if first in self.watch.made and first.dim() == 1 < made.dim() else None
+        if name == "__getitem__":
+            key = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+            if isinstance(key, slice):
+                return None if key.start is key.stop is key.step is None else (first,)
+            return () if isinstance(key, list | np.ndarray) or (isinstance(key, Tensor) and key.dim()) else None
+        return (first,) if dim == 0 else None
+
+    def _share(self, name: str, place: str, results: list[Tensor]) -> list[Tensor]:
+        """Save what a rank has drawn or cut at a place, or return what the ranks have drawn or cut there instead."""
         watch, settings = self.watch, self.watch.settings
-        is_trained = torch.is_grad_enabled()
-        line = f"{location()}-{is_trained}".replace("/", "_").replace(":", "-")
-        number = self._counts[line]
-        self._counts[line] += 1
-        if not settings.is_replay:
-            if result.numel() <= _LARGEST:
-                torch.save(result.detach().clone(), watch.journal.folder / f"choice-{line}-{number}.pt")
-            return result
-        folders = settings.feed
-        if settings.rank_by_rank and is_trained:
-            folders, number = (folders[number % len(folders)],), number // len(folders)
-        paths = [Path(folder) / f"choice-{line}-{number}.pt" for folder in folders]
+        place = place.replace("/", "_").replace(":", "-")
+        number = self._counts[place]
+        self._counts[place] += 1
+        found = []
+        for at, result in enumerate(results):
+            paths = watch.files(f"choice-{place}-{{}}-{at}.pt", number, torch.is_grad_enabled())
+            if settings.is_replay:
+                result = self._replay(name, paths, result)
+            elif number < _MOST and result.numel() <= _LARGEST:
+                torch.save(result.detach().clone(), paths[0])
+            watch.made[result] = None if settings.is_replay else paths[0]
+            found.append(result)
+        return found
+
+    def _replay(self, name: str, paths: Sequence[Path], own: Tensor) -> Tensor:
+        """Return what the ranks have saved, joined; or ``own`` if that is missing, or the same on all ranks."""
+        watch = self.watch
+        is_whole = not any(path.exists() for path in paths)
+        if is_whole:
+            paths = [path.with_name(f"{WHOLE}-{path.name}") for path in paths]
         parts = [torch.load(path) for path in paths if path.exists()]
-        joined = _join(name, parts, result)
-        if joined is None:
-            return result
-        if joined.shape != result.shape:
-            watch.chunks = tuple(map(len, parts))
-        if joined.shape != result.shape or len(folders) < len(settings.feed):
-            watch.journal.record_once(JOINED, name=name, where=location())
-        return joined.to(result.dtype)
-
-
-def _join(name: str, parts: list[Tensor], own: Tensor) -> Tensor | None:
-    """Join the ranks' random numbers for use in one process. Return None if they are missing or do not fit ``own``."""
-    if not parts:
-        return None
-    if not own.dim() or name == "randperm" or all(torch.equal(part, parts[0]) for part in parts):
-        return parts[0] if parts[0].shape == own.shape else None
-    return torch.cat(parts) if all(part.shape[1:] == own.shape[1:] for part in parts) else None
+        is_same = len(parts) > 1 and all(torch.equal(part, parts[0]) for part in parts)
+        if not parts or any(part.shape[1:] != own.shape[1:] for part in parts) or (is_same and name in _CUTS):
+            return own
+        if is_whole:
+            return parts[0].to(own.dtype)
+        if not own.dim() or is_same or name == "randperm":
+            return parts[0].to(own.dtype) if parts[0].shape == own.shape else own
+        joined = torch.cat(parts).to(own.dtype)
+        watch.chunks = tuple(map(len, parts))
+        watch.journal.record_once(JOINED, name=name, where=location(), grows=joined.shape != own.shape)
+        return joined

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -143,7 +144,9 @@ class Server:
             "TORCHELASTIC_MAX_RESTARTS": "0",
             **_LIBRARIES,
         }
-        order = json.dumps({"settings": settings.write(), "folder": str(settings.own_folder), "environ": environ})
+        folder = settings.own_folder
+        folder.mkdir(parents=True, exist_ok=True)
+        order = json.dumps({"settings": pickle.dumps(settings).hex(), "folder": str(folder), "environ": environ})
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         # a server that has ended leaves the pipe broken, or its reply empty
@@ -154,7 +157,7 @@ class Server:
             answer = self.process.stdout.readline()
         if not answer:
             raise ServerDied(self.process.wait())
-        return Forked(int(answer), settings.own_folder / "exit", self.process)
+        return Forked(int(answer), folder / "exit", self.process)
 
 
 @dataclass(frozen=True)

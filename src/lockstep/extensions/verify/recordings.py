@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -43,25 +44,18 @@ class RankRecording:
     Attributes:
         folder: folder of the rank.
         ending: how the rank ended.
-        numbers: for each of the rank's updates the number among the updates of all ranks; empty: the same numbers.
+        most: number of steps after which the rest are left out; None: no limit.
     """
 
     folder: Path
     ending: Ending
-    numbers: tuple[int, ...] = ()
+    most: int | None = None
 
     @cached_property
     def events(self) -> list[Event]:
         """All events of the rank, in order."""
         # a rank that was killed may leave half a line
-        found: list[Event] = [json.loads(line) for line in self._lines("events.jsonl") if line.endswith("}")]
-        made = len(self.numbers)
-        for event in found if self.numbers else ():
-            if "update" in event:
-                own = event["update"]
-                # the last step may have been started only: it gets the next number
-                event["update"] = self.numbers[own] if own < made else self.numbers[-1] + 1 + own - made
-        return found
+        return [json.loads(line) for line in self._lines("events.jsonl") if line.endswith("}")]
 
     def find(self, *kinds: str, **wanted: object) -> list[Event]:
         """Return the rank's events of the given kinds whose values equal the values in ``wanted``.
@@ -84,18 +78,18 @@ class RankRecording:
     def steps(self) -> list[Event]:
         """Events of the rank's finished optimizer steps."""
         # parameters are written after a step
-        return [event for event in self.find("step") if self._path("parameters", event["update"]).exists()]
+        paths = [self.folder / f"parameters-{event['update']}.pt" for event in self.find("step")]
+        return [event for event, path in zip(self.find("step"), paths, strict=True) if path.exists()][: self.most]
 
-    def places(self) -> list[tuple[int, int]]:
-        """Return a list with (epoch, index of the update within the epoch) for each of the rank's updates."""
-        found: list[tuple[int, int]] = []
-        epoch, made = 0, 0
+    def epochs(self) -> list[int]:
+        """Return a list with the epoch of each of the rank's updates."""
+        found: list[int] = []
+        epoch = 0
         for event in self.find("batch", "step"):
             if event["kind"] == "step":
-                found.append((epoch, made))
-                made += 1
-            elif event["grad"] and event["iteration"] != epoch:
-                epoch, made = event["iteration"], 0
+                found.append(epoch)
+            elif event["grad"]:
+                epoch = event["iteration"]
         return found
 
     def load(self, what: str, update: int) -> dict[str, Value]:
@@ -105,10 +99,6 @@ class RankRecording:
     def sums(self, update: int) -> dict[str, dict[int, Tensor]]:
         """Load each backward's contribution to this rank's gradients, as `strided_sums` by parameter and backward."""
         return dict(self._load("sums", update))
-
-    def has_made(self, update: int) -> bool:
-        """Return True if this rank made the update. Inside Join, a rank that has run out of data makes no updates."""
-        return self._path("sums", update).exists()
 
     def unclipped_gradients(self, update: int) -> dict[str, Value]:
         """Load an update's gradients as they were before clipping."""
@@ -124,13 +114,8 @@ class RankRecording:
         """Lines of the rank's standard error, without trailing blank lines."""
         return self._lines("stderr")
 
-    def _path(self, what: str, update: int) -> Path:
-        if self.numbers and what != "first":  # first parameters are numbered by optimizer
-            update = self.numbers.index(update) if update in self.numbers else -1
-        return self.folder / f"{what}-{update}.pt"
-
     def _load(self, what: str, update: int) -> Any:
-        path = self._path(what, update)
+        path = self.folder / f"{what}-{update}.pt"
         # mapped, not read: most comparisons need few of a large model's tensors at a time
         return torch.load(path, mmap=True) if path.exists() else {}
 
@@ -160,33 +145,23 @@ class Recording:
         """Return True if any rank recorded an event of a kind."""
         return next(self.find(kind), None) is not None
 
-    @cached_property
+    @property
     def steps(self) -> list[Event]:
-        """Optimizer steps of all ranks, each as recorded by the first rank that made the step."""
-        found: dict[int, Event] = {}
-        for rank in self.ranks:
-            for event in rank.steps:
-                found.setdefault(event["update"], event)
-        return [found[update] for update in sorted(found)]
+        """Optimizer steps that all ranks made, as rank 0 has recorded them."""
+        return self.first.steps[: self.fewest_steps]
 
     @property
     def uneven_from(self) -> int | None:
-        """Index of the first update that some ranks did not make, or None if all ranks made all updates."""
-        made = [{event["update"] for event in rank.steps} for rank in self.ranks]
-        return min(set().union(*made) - set(made[0]).intersection(*made), default=None)
+        """Index of the first update that ranks make in different epochs or not at all, or None.
 
-    def joined(self) -> Recording:
-        """Return a copy of the recording in which each rank's updates are numbered as in one process.
-
-        Inside Join a rank without data makes no update, but the others do, so that the ranks' own numbers differ.
+        Inside Join a rank without data makes no update, but the others do.
         """
-        made = [rank.places() for rank in self.ranks]
-        everywhere = {place: number for number, place in enumerate(sorted(set().union(*made)))}
-        ranks = [
-            replace(rank, numbers=tuple(map(everywhere.__getitem__, own)))
-            for rank, own in zip(self.ranks, made, strict=True)
-        ]
-        return Recording(tuple(ranks))
+        places = zip_longest(*(rank.epochs() for rank in self.ranks))
+        return next((at for at, epochs in enumerate(places) if len(set(epochs)) > 1), None)
+
+    def until(self, update: int | None) -> Recording:
+        """Return a copy of the recording without the given update and later ones."""
+        return Recording(tuple(replace(rank, most=update) for rank in self.ranks))
 
     @property
     def fewest_steps(self) -> int:
@@ -211,6 +186,11 @@ class Recording:
                 tensors[key] = whole
             assembled.append(tensors)
         return assembled
+
+    @cached_property
+    def has_loader(self) -> bool:
+        """True if a loader is read with gradients enabled, so that it feeds the training."""
+        return any(event["grad"] for _, event in self.find("batch"))
 
     @cached_property
     def is_sharded(self) -> bool:

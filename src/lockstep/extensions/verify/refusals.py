@@ -9,7 +9,17 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from lockstep.extensions.verify.compare import COLLECTIVES, GRADIENTS, STEPS, Difference, Reason, by_rank, uneven
+from lockstep.extensions.verify.compare import (
+    COLLECTIVES,
+    GRADIENTS,
+    STEPS,
+    Difference,
+    Reason,
+    by_rank,
+    several,
+    uneven,
+)
+from lockstep.extensions.verify.own_batches import JOINED
 from lockstep.extensions.verify.recordings import Event, RankRecording, Recording
 
 _TYPES = re.compile(r"dtype|expected (scalar|m1|mat)|must have the same|ouble|same type|float64", re.IGNORECASE)
@@ -22,10 +32,6 @@ _MEMORY = re.compile(
 
 _TO_RUN = "fix the error, or pass the arguments of the script after --"
 _PROCESSES = "verify the script that they run, with their arguments"
-NO_LOADER = (
-    "the data do not come from a torch DataLoader, so one process cannot be fed the ranks' samples, and would "
-    "train on different samples: read the data with a DataLoader"
-)
 
 
 def is_type_error(ranks: Recording) -> bool:
@@ -116,6 +122,17 @@ def check_parts(ranks: Recording, single: Recording) -> str:
     )
 
 
+def without_loader(single: Recording) -> str:
+    """Explain why a difference is not certain in a script without a DataLoader, and suggest a remedy."""
+    lines = dict.fromkeys(event["where"] for event in single.first.find(JOINED))
+    seen = f"one process was fed the ranks' batches of {', '.join(lines)}, but its gradients do not show it"
+    return (
+        "the data do not come from a torch DataLoader, and "
+        + (seen if lines else "no batches of the ranks were seen that one process could be fed")
+        + ", so that it may train on different samples: read the data with a DataLoader"
+    )
+
+
 def _follows_other(rank: RankRecording) -> bool:
     """Return True if a rank failed because it lost its connection to another rank."""
     return _OTHERS.search(rank.ending.message) is not None
@@ -175,29 +192,48 @@ def deadlock(ranks: Recording) -> tuple[Difference, Reason] | None:
     found = None if has_finished else _out_of_batches(ranks) or _skipped_step(ranks)
     if found is not None:
         return found
-    # the first place where collectives do not match
-    for events in zip_longest(*(rank.find("collective", whole=True) for rank in ranks.ranks)):
-        there = [event for event in events if event is not None]
-        # ranks are stopped after their steps, which may be at different places, and perhaps not all ranks make steps
-        without = [rank for rank, event in zip(ranks.ranks, events, strict=True) if event is None]
-        if (without and has_finished) or any(rank.ending.status == "done" for rank in without):
-            return None
-        if without or len({describe(event) for event in there}) > 1:
-            calls = ["none" if each is None else f"{describe(each)} at {each['where']}" for each in events]
-            text = "; ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
-            step = ranks.fewest_steps
-            everywhere = tuple(range(len(events)))
-            cause = (
-                "ranks call different collectives: a call that only some ranks make, or that ranks make in different "
-                "orders, makes the others wait"
-            )
-            difference = Difference(COLLECTIVES, step, step, "", everywhere, text=text)
-            return difference, Reason(cause, there[0]["where"])
-    return None
+    mismatch = first_mismatch(ranks)
+    if mismatch is None:
+        return None
+    # ranks are stopped after their steps, which may be at different places, and perhaps not all ranks make steps
+    without = [rank for rank, event in zip(ranks.ranks, mismatch[1], strict=True) if event is None]
+    if (without and has_finished) or any(rank.ending.status == "done" for rank in without):
+        return None
+    return other_collectives(*mismatch, ranks.fewest_steps)
 
 
-def describe(event: Event) -> str:
+def first_mismatch(ranks: Recording) -> tuple[int, tuple[Event | None, ...]] | None:
+    """Return (number, each rank's call) of the first collective that is not the same on all ranks, or None."""
+    calls = zip_longest(*(rank.find("collective", whole=True) for rank in ranks.ranks))
+    return next(((at, each) for at, each in enumerate(calls) if len(set(map(_describe, each))) > 1), None)
+
+
+def other_collectives(number: int, calls: Sequence[Event | None], step: int) -> tuple[Difference, Reason]:
+    """Return the difference of ranks that call different collectives, and its cause.
+
+    Args:
+        number: number of the collective.
+        calls: call of each rank; None: it makes fewer calls.
+        step: step in which they are called; -1: unknown.
+    """
+    callers: dict[str, list[int]] = defaultdict(list)
+    for rank, event in enumerate(calls):
+        callers[_describe(event)].append(rank)
+    # the same call may come from different lines: the first one is shown
+    lines = {_describe(event): f" at {event['where']}" for event in reversed(calls) if event}
+    text = "; ".join(f"rank{several(who)}: {call}{lines.get(call, '')}" for call, who in callers.items())
+    cause = (
+        "ranks call different collectives: a call that only some ranks make, or in a different order or with a "
+        "different shape, makes the other ranks wait or mixes up the data sent"
+    )
+    difference = Difference(COLLECTIVES, step, max(step, 0), "", text=f"collective {number}: {text}")
+    return difference, Reason(cause, next(event["where"] for event in calls if event))
+
+
+def _describe(event: Event | None) -> str:
     """Format a collective's name, and its tensor's shape if that must be the same on all ranks."""
+    if event is None:
+        return "none"
     shape = event["shape"] if event["name"] in ("all_reduce", "broadcast", "all_gather") else None
     return f"{event['name']} {shape}"
 

@@ -89,20 +89,23 @@ class Reports:
             return None
         ranks = [_reduced(rank, self.samples.trains) for rank in self.ranks.ranks]
         single, again = _reduced(self.single.first), None
+        loaders = {event["loader"] for _, event in self.ranks.find("iteration")} - self.samples.trains
         for key in ranks[0]:
             there = [rank[key] for rank in ranks if key in rank]
-            # without a loader it is not known how one process evaluates
             if len(there) < len(ranks) or not all(samples for _, samples in there):
                 continue
-            weighted = sum(each * count for each, count in there) / sum(count for _, count in there)
+            total = sum(count for _, count in there)
+            weighted = sum(each * count for each, count in there) / total
             # many scripts call collectives only if there are several ranks
-            value = single[key][0] if key in single else weighted
+            value, own = single.get(key, (weighted, total))
+            # without a loader the numbers have to show that one process evaluates the samples of all ranks
+            if not loaders and (own != total or not _is_close(weighted, value)):
+                continue
             kind = "means over different numbers of samples" if _is_close(weighted, value) else "the ranks' own numbers"
             found = self._explain(there, value, kind, key[0], self._pairs)
             if found is None:
                 continue
             if again is None:
-                loaders = {event["loader"] for _, event in self.ranks.find("iteration")} - self.samples.trains
                 again = self.runs.on_one(self.ranks, *(f"{SPLIT} {each}" for each in loaders)).first
             is_same = _is_close(_reduced(again).get(key, (value, 0))[0], value)
             if is_same and self._explain(there, value, kind, key[0], self._compared(again)):
@@ -187,15 +190,22 @@ def _reduced(rank: RankRecording, trains: Collection[int] = ()) -> Reduced:
     found: Reduced = {}
     calls: Counter[str] = Counter()
     newest, samples = (-1, 0), 0
-    for event in rank.find("batch", "collective"):
+    rows: list[int] = []
+    for event in rank.find("batch", "backward", "evaluated", "collective"):
         if event["kind"] == "batch":
             iteration = event["loader"], event["iteration"]
             samples = 0 if event["loader"] in trains else len(event["prints"]) + samples * (iteration == newest)
             newest = iteration
+        elif event["kind"] == "backward":
+            rows = []
+        elif event["kind"] == "evaluated":
+            rows.append(event["rows"])
         elif event["values"]:
             where, values = event["where"], event["values"]
+            # several calls of a model may be batches, whose mean depends on how they are cut
+            count = samples or (rows[0] if len(rows) == 1 else 0)
             for at, value in enumerate(values):
-                found[where, calls[where], len(values), at] = value, samples
+                found[where, calls[where], len(values), at] = value, count
             calls[where] += 1
     return found
 

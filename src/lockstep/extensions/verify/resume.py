@@ -60,13 +60,13 @@ class ResumeCheck:
     def certify(self) -> Certificate:
         """Run the script and return the certificate."""
         steps = self.request.steps
-        undisturbed = self.runs.on_ranks_with_short_epochs(2 * steps, steps)
+        undisturbed = self.runs.on_ranks(steps=2 * steps, epoch_steps=steps)
         reason = refusals.check_ranks(undisturbed, 1)
         if reason:
             return self._certificate(reason)
         if undisturbed.has("dropout"):
             self._notes.append("dropout was disabled: its random numbers after the stop were not compared")
-        stopped = self.runs.on_ranks_with_short_epochs(steps + 1, steps, max_epochs=1)
+        stopped = self.runs.on_ranks(steps=steps + 1, epoch_steps=steps, max_epochs=1)
         self._stop = len(stopped.first.steps)
         reason, found = self._stop_at_epoch_end(undisturbed, stopped)
         if found is not None:
@@ -80,7 +80,7 @@ class ResumeCheck:
         remaining = len(undisturbed.first.steps) - self._stop
         if remaining < 1:
             return "the script trains for one epoch only, and a stop would follow it: let it train for two", None
-        resumed = self.runs.on_ranks_with_short_epochs(remaining, self.request.steps, after=stopped)
+        resumed = self.runs.on_ranks(after=stopped, steps=remaining, epoch_steps=self.request.steps)
         reason = refusals.check_ranks(resumed, 1)
         # the first weights again: nothing was loaded
         if not reason and _largest_difference(_first(undisturbed), _first(resumed))[1] <= _EXACT:
@@ -97,8 +97,8 @@ class ResumeCheck:
         steps, length = self.request.steps, self._stop
         if length < _SHORTEST:
             return False, None
-        stopped = self.runs.on_ranks_with_short_epochs(2 * steps, steps, sigterm_after=length // 2)
-        resumed = self.runs.on_ranks_with_short_epochs(length - 1, steps, after=stopped)
+        stopped = self.runs.on_ranks(steps=2 * steps, epoch_steps=steps, sigterm_after=length // 2)
+        resumed = self.runs.on_ranks(after=stopped, steps=length - 1, epoch_steps=steps)
         # the weights show after which step the script continued
         place: int | None = None
         if not refusals.check_ranks(resumed, 1):

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from lockstep.extensions.verify.certificate import ALIKE, DIFFERENT, UNKNOWN, Certificate, Row
 from lockstep.extensions.verify.compare import Difference, Reason
@@ -68,36 +69,16 @@ class Runs:
         self.rank_by_rank = False
         self._number = 0
 
-    def on_ranks(self, *overrides: str) -> Recording:
-        """Run the script on all ranks."""
-        return self._run("ranks", replace(self._settings(), world=self.request.devices, overrides=overrides))
-
-    def on_ranks_with_short_epochs(
-        self,
-        steps: int,
-        epoch_steps: int,
-        max_epochs: int = 0,
-        after: Recording | None = None,
-        sigterm_after: int = 0,
-    ) -> Recording:
-        """Run the script on all ranks with epochs of ``epoch_steps`` steps.
+    def on_ranks(self, *overrides: str, after: Recording | None = None, **changes: Any) -> Recording:
+        """Run the script on all ranks.
 
         Args:
-            steps: optimizer steps after which the script is stopped.
-            epoch_steps: steps of an epoch of training.
-            max_epochs: epochs after which the script is stopped; 0: no limit.
+            overrides: names of what is disabled or changed.
             after: run in whose folder the script is started, so that it finds the checkpoints there.
-            sigterm_after: steps after which each rank gets SIGTERM; 0: never.
+            changes: settings that are not those of the request, such as ``epoch_steps=5``.
         """
-        settings = replace(
-            self._settings(),
-            world=self.request.devices,
-            steps=steps,
-            epoch_steps=epoch_steps,
-            max_epochs=max_epochs,
-            sigterm_after=sigterm_after,
-        )
-        return self._run("ranks", settings, after)
+        settings = replace(self._settings(), world=self.request.devices, overrides=overrides)
+        return self._run("ranks", replace(settings, **changes), after)
 
     def on_simulated(self, world: int, steps: int) -> Recording:
         """Run the script on ``world`` simulated ranks that do not communicate, as many at a time as there are cores."""

@@ -82,7 +82,7 @@ class Samples:
                 self._check_training(number, batches, described)
             elif all(described):
                 self._check_evaluation(number, described[0][0])
-        if not loaders and found.shares_inputs and not self.splits_model:
+        if not found.trains and found.shares_inputs and not self.splits_model:
             found.vacuous.append(
                 "all ranks gave their models the same inputs, which do not come from a DataLoader: seed each rank with "
                 "a different number if the script draws its batches, or read the data with a DataLoader that has a "
@@ -309,7 +309,7 @@ def _training_loaders(ranks: Recording) -> set[int]:
         newest: int | None = None
         iterating: set[int] = set()
         for event in rank.events:
-            if event["kind"] == "batch":
+            if event["kind"] == "batch" and event["grad"]:
                 newest = event["loader"]
                 iterating.add(newest)
             elif event["kind"] == "iterated":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import select
 import signal
 import sys
@@ -15,7 +16,6 @@ from typing import Any, NoReturn
 import torch
 
 from lockstep.extensions.verify.child import run
-from lockstep.extensions.verify.settings import Settings
 from lockstep.launch.parent_death import end_with, prctl
 
 _POLL_SECONDS = 0.05
@@ -88,7 +88,7 @@ def _run_rank(order: dict[str, Any], server: int) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for stream, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), stream)
-        run(Settings.read(order["settings"]))
+        run(pickle.loads(bytes.fromhex(order["settings"])))
         code = 0
     except BaseException:
         traceback.print_exc()

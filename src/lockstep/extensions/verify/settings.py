@@ -6,10 +6,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 HOME = [""]
 """The user's current folder, set in each observed process, which itself runs in a copy of the folder."""
@@ -79,21 +78,6 @@ class Settings:
     def is_replay(self) -> bool:
         """True if this process reads its samples from the recording of another run."""
         return bool(self.feed)
-
-    def write(self) -> str:
-        """Write the settings into the rank's folder and return the path of the file."""
-        self.own_folder.mkdir(parents=True, exist_ok=True)
-        path = self.own_folder / "settings.json"
-        path.write_text(json.dumps(asdict(self)))
-        return str(path)
-
-    @classmethod
-    def read(cls, path: str) -> Settings:
-        """Read settings from a file that `write` created."""
-        found: dict[str, Any] = json.loads(Path(path).read_text())
-        # JSON has no tuples
-        lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
-        return cls(**{**found, **lists})
 
 
 class Journal:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import zip_longest
 
 from lockstep.extensions.verify import refusals
 from lockstep.extensions.verify.certificate import Certificate, Row
-from lockstep.extensions.verify.compare import COLLECTIVES, Difference, Reason, shorten, uneven
+from lockstep.extensions.verify.compare import COLLECTIVES, Difference, Reason, several, uneven
 from lockstep.extensions.verify.compare import STEPS as OPTIMIZER_STEPS
 from lockstep.extensions.verify.recordings import Recording
 from lockstep.extensions.verify.runs import Request, Runs
@@ -49,7 +48,8 @@ class Simulation:
             reason = "no rank calls a collective: wrap the model in DistributedDataParallel, or shard it"
         if reason:
             return self._certify_unknown(reason)
-        found = self._other_collectives(ranks) or self._other_steps(ranks)
+        mismatch = refusals.first_mismatch(ranks)
+        found = refusals.other_collectives(*mismatch, -1) if mismatch else self._other_steps(ranks)
         if found is not None:
             return self._certify_different(*found)
         steps = ranks.fewest_steps
@@ -77,32 +77,10 @@ class Simulation:
         if alone.first.ending.has_failed:
             return self._certify_unknown(refusals.check_ranks(ranks, STEPS))
         ending = ranks.ranks[failed[0]].ending
-        text = f"rank{_several(failed)} of {self.request.devices} failed: {ending.short}"
+        text = f"rank{several(failed)} of {self.request.devices} failed: {ending.short}"
         cause = f"the script does not support {self.request.devices} ranks"
         difference = Difference(COLLECTIVES, -1, 0, "", tuple(failed), text=text)
         return self._certify_different(difference, Reason(cause, ending.where, "one rank by itself makes its steps"))
-
-    def _other_collectives(self, ranks: Recording) -> tuple[Difference, Reason] | None:
-        """Return (first difference between the ranks' collectives, its cause), or None if there is no difference."""
-        calls = [rank.find("collective", whole=True) for rank in ranks.ranks]
-        for number, events in enumerate(zip_longest(*calls)):
-            ranks_by_call: dict[str, list[int]] = {}
-            texts: dict[str, str] = {}
-            for rank, event in enumerate(events):
-                call = "none" if event is None else refusals.describe(event)
-                # the same call may come from different lines: the first one is shown
-                texts.setdefault(call, call if event is None else f"{call} at {event['where']}")
-                ranks_by_call.setdefault(call, []).append(rank)
-            if len(ranks_by_call) > 1:
-                listed = "; ".join(f"rank{_several(who)}: {texts[call]}" for call, who in ranks_by_call.items())
-                cause = (
-                    "ranks call different collectives: a call that only some ranks make, or in a different order or "
-                    "with a different shape, makes the other ranks wait or mixes up the data sent"
-                )
-                where = next((event["where"] for event in events if event is not None), "")
-                difference = Difference(COLLECTIVES, -1, number, "", text=f"collective {number}: {listed}")
-                return difference, Reason(cause, where)
-        return None
 
     def _other_steps(self, ranks: Recording) -> tuple[Difference, Reason] | None:
         counts = defaultdict(list)
@@ -110,16 +88,6 @@ class Simulation:
             counts[len(rank.steps)].append(number)
         if len(counts) == 1:
             return None
-        text = "; ".join(f"rank{_several(who)}: {count} optimizer steps" for count, who in sorted(counts.items()))
+        text = "; ".join(f"rank{several(who)}: {count} optimizer steps" for count, who in sorted(counts.items()))
         least = min(counts)
         return Difference(OPTIMIZER_STEPS, -1, least, "", text=text), uneven(ranks.first.line_of("iteration"))
-
-
-def _several(ranks: Sequence[int]) -> str:
-    """Format rank numbers to follow the word "rank", starting with an "s" if there are several.
-
-    Example:
-        >>> "rank" + _several([3]), "rank" + _several([0, 1, 2, 3, 4, 5])
-        ('rank 3', 'ranks 0, 1, 2, 3, ...')
-    """
-    return f"{'s' * (len(ranks) > 1)} {shorten(ranks, 4)}"

@@ -144,10 +144,13 @@ class Steps:
 
             @functools.wraps(step)
             def recorded(scheduler: object, *args: Any, step: Callable[..., Any] = step, **kwargs: Any) -> Any:
-                lines = stack()
+                lines, metric = stack(), None
+                if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+                    metric = float(kwargs.get("metrics", args[0] if args else math.nan))
                 # the constructor steps as well, before training
                 if self.watch.is_training and lines:
-                    self.watch.journal.record("scheduled", update=self.watch.updates, where=lines[0], stack=lines)
+                    at = self.watch.updates
+                    self.watch.journal.record("scheduled", update=at, metric=metric, where=lines[0], stack=lines)
                 return step(scheduler, *args, **kwargs)
 
             patch(kind, "step", recorded)

@@ -14,8 +14,7 @@ from typing import Protocol
 
 from lockstep.extensions.verify import refusals, samples
 from lockstep.extensions.verify.alone import AloneFinding, RanksAlone
-from lockstep.extensions.verify.calls import TRACE_LATE
-from lockstep.extensions.verify.causes import Causes
+from lockstep.extensions.verify.causes import Causes, own_metric
 from lockstep.extensions.verify.certificate import Certificate, Row
 from lockstep.extensions.verify.compare import (
     BUFFERS,
@@ -26,6 +25,7 @@ from lockstep.extensions.verify.compare import (
     PARAMETERS,
     RATES,
     SAMPLES,
+    STEPS,
     Comparison,
     Difference,
     Numbers,
@@ -36,7 +36,7 @@ from lockstep.extensions.verify.compare import (
 )
 from lockstep.extensions.verify.functions import KEPT
 from lockstep.extensions.verify.imports import MIXED_PRECISION
-from lockstep.extensions.verify.own_batches import JOINED
+from lockstep.extensions.verify.own_batches import JOINED, OWN_CUTS
 from lockstep.extensions.verify.processes import Server, ServerDied
 from lockstep.extensions.verify.recordings import Recording
 from lockstep.extensions.verify.reports import Reports
@@ -58,7 +58,7 @@ _NOTES_OF_RANKS = {
 }
 _NOTES_OF_SINGLE = {
     "batch norm": "BatchNorm is not synchronized: one process computed statistics for each rank's samples separately",
-    JOINED: "one process used the random numbers of all ranks at {where}, which choose the batches",
+    JOINED: "one process used the batches of all ranks, joined, at {where}",
     **dict.fromkeys(KEPT, "the ranks' random numbers at {where} could not be reproduced in one process"),
 }
 
@@ -129,28 +129,28 @@ class Verification:
         deadlock = refusals.deadlock(ranks)
         if deadlock is not None:
             return self._certify_different(ranks, *deadlock)
-        reason = refusals.check_ranks(ranks, self.request.steps)
-        if reason:
+        if reason := refusals.check_ranks(ranks, self.request.steps):
             return self._certify_unknown(reason)
-        if ranks.has("join"):
-            ranks = ranks.joined()
+        if ranks.has("join") and ranks.uneven_from is not None:
+            self.notes.append(
+                f"Join: from step {ranks.uneven_from} on some ranks have no data, so that only the steps before are "
+                "compared"
+            )
+            ranks = ranks.until(ranks.uneven_from)
         self.splits_model = _splits_model(ranks)
         self.samples = samples.Samples(ranks, self.splits_model).check()
         self.notes += self.samples.notes
         if self.samples.differences:
-            reason = refusals.check_mesh(ranks)
-            return (
-                self._certify_unknown(reason)
-                if reason
-                else self._certify_different(ranks, *self.samples.differences[0])
-            )
+            if reason := refusals.check_mesh(ranks):
+                return self._certify_unknown(reason)
+            return self._certify_different(ranks, *self.samples.differences[0])
         return self._against_one(ranks)
 
     def _against_one(self, ranks: Recording) -> Certificate:
         """Run the script in one process, compare the run on N ranks with that run, and return a certificate."""
-        single = self.runs.on_one(ranks, order=(0,) if self.splits_model else ())
-        reason = refusals.check_single(single)
-        if reason:
+        own_cuts, order = ([OWN_CUTS], (0,)) if self.splits_model else ([], ())
+        single = self.runs.on_one(ranks, *own_cuts, order=order)
+        if reason := refusals.check_single(single):
             return self._certify_unknown(reason)
         first = _windows(single)[:1]  # empty if closures step: they make the backwards themselves
         if first and first == [size * self.request.devices for size in _windows(ranks)[:1]]:
@@ -165,9 +165,9 @@ class Verification:
                 "micro-batches per step that does not depend on the number of ranks, or divide it by that number"
             )
         self.comparison = self._compare(ranks, single)
-        if not ranks.has("batch") and not single.has(JOINED):
+        if not ranks.has_loader and not single.has(JOINED):
             if self.comparison.first is not None:
-                return self._certify_unknown(refusals.NO_LOADER)
+                return self._certify_unknown(refusals.without_loader(single))
             self.notes.append(
                 "the data do not come from a DataLoader, but one process chose the same samples as the ranks"
             )
@@ -176,22 +176,21 @@ class Verification:
 
     def _judge(self, ranks: Recording, single: Recording) -> Certificate:
         self._drop_expected(ranks, single)
-        window = refusals.short_window(ranks) or refusals.unsynchronized_shards(ranks)
+        window = refusals.short_window(ranks) or refusals.unsynchronized_shards(ranks) or own_metric(ranks)
         first = self.comparison.first
         if window is not None and (first is None or window[0].update <= first.update):
             return self._certify_different(ranks, *window)
-        reason = refusals.check_parts(ranks, single) if first is not None and first.kind == FIRST else ""
-        if reason:
+        if first is not None and first.kind == FIRST and (reason := refusals.check_parts(ranks, single)):
             return self._certify_unknown(reason)
         if first is not None:
-            late_calls = lambda update: self.runs.on_ranks(f"{TRACE_LATE} {update}")  # noqa: E731
-            cause = Causes(first, ranks, single, self._agrees_with, self.splits_model, late_calls).find()
-            alone = AloneFinding(cause=cause)
-            if cause is None and first.kind == GRADIENTS:
+            causes = Causes(first, ranks, single, self._agrees_with, self.splits_model)
+            if not ranks.has_loader and not causes.are_certain:
+                return self._certify_unknown(refusals.without_loader(single))
+            alone = AloneFinding(cause=causes.find(), unknown=causes.unknown)
+            if alone == AloneFinding() and first.kind == GRADIENTS:
                 alone = RanksAlone(ranks, single, self.runs).check()
-            if not ranks.has("batch") and not alone.nature and alone.cause is None:
-                # one process may have trained on other samples
-                return self._certify_unknown(refusals.NO_LOADER)
+            if not ranks.has_loader and alone.cause is None and not alone.unknown:
+                return self._certify_unknown(refusals.without_loader(single))
             if alone.unknown:
                 return self._certify_unknown(alone.unknown)
             if not alone.nature:
@@ -300,18 +299,11 @@ class Verification:
         return self._compare(ranks, single).first is None
 
     def _drop_expected(self, ranks: Recording, single: Recording) -> None:
-        """Drop expected differences: at the end of Join, and in learning rates that depend on the number of ranks."""
-        uneven = ranks.uneven_from
-        # gradients are divided by all ranks, also by those that have no data
-        if uneven is not None and any(event["by_all"] for _, event in ranks.find("join")):
-            if uneven == 0:
-                self.comparison.vacuous.append(
-                    "a rank has no data in the first step inside Join: provide data for each rank"
-                )
-            elif self.comparison.drop_from(uneven):
-                self.notes.append(
-                    f"Join: ranks without data count as zeros, so gradients are smaller from step {uneven} on"
-                )
+        """Drop expected differences: the number of steps of one process, and rates that depend on the ranks' number."""
+        steps = ranks.fewest_steps
+        if not ranks.has_loader and all(len(rank.steps) == steps < len(single.first.steps) for rank in ranks.ranks):
+            # one process may cut more batches from the data than a rank from its share
+            self.comparison.drop(STEPS)
         first = self.comparison.first
         if first is None or first.kind != RATES or first.ranks:
             return
@@ -329,9 +321,8 @@ class Verification:
 
 
 def _steps_of(ranks: Recording) -> int:
-    """Return the number of steps that all ranks made; inside Join, the steps of the rank that made the most."""
-    counts = [max((event["number"] + 1 for event in rank.steps), default=0) for rank in ranks.ranks]
-    return max(counts) if ranks.has("join") else min(counts)
+    """Return the number of steps that all ranks made, of the optimizer with the most."""
+    return min(max((event["number"] + 1 for event in rank.steps), default=0) for rank in ranks.ranks)
 
 
 def _windows(recording: Recording) -> list[int]:

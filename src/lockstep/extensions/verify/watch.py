@@ -11,11 +11,14 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.extensions.verify.processes import Ending
 from lockstep.extensions.verify.recordings import Event, RankRecording
 from lockstep.extensions.verify.settings import Journal, Settings, stack
 
+WHOLE = "whole"
+"""Prefix of the file of a tensor from which the script cuts batches."""
 _FEW = 16
 """Most numbers of a collective that are recorded; more are not a metric."""
 
@@ -40,9 +43,10 @@ class Watch:
         generators: references to the random number generators that the script created.
         depth: number of nested calls of modules.
         evaluates: True if the newest call of a model was not for training.
-        has_iterated_loader: True once a loader has been iterated.
+        has_iterated_loader: True once a loader has been iterated with gradients enabled, as for training.
         joins: True once the script has created a Join context.
         on_training_start: called when training starts.
+        made: batches and their parts that the script has made without a loader, with the files that they are saved to.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -60,7 +64,8 @@ class Watch:
         self.evaluates = False
         self.has_iterated_loader = False
         self.joins = False
-        self.on_training_start: Callable[[], None] | None = None
+        self.on_training_start: Callable[[], None] = lambda: None
+        self.made = WeakIdKeyDictionary()
 
     def living_generators(self) -> list[Any]:
         """Return the script's own random number generators that still exist, in the order of their creation."""
@@ -72,6 +77,21 @@ class Watch:
         if not settings.is_replay:
             return []
         return RankRecording(settings.folder_of_ranks / "rank-0", Ending("done")).find(*kinds)
+
+    def files(self, name: str, number: int, is_one_by_one: bool = True) -> list[Path]:
+        """Return the file that this rank writes, or the files of the ranks that one process reads.
+
+        Args:
+            name: name of the file, with ``{}`` for the number.
+            number: number in this process. If it gets the ranks' micro-batches one after another, there is one file,
+                whose number is that of the rank.
+            is_one_by_one: False to read the files of all ranks even so.
+        """
+        folders = [Path(folder) for folder in self.settings.feed] or [self.journal.folder]
+        if self.settings.rank_by_rank and is_one_by_one:
+            number, rank = divmod(number, len(folders))
+            folders = [folders[rank]]
+        return [folder / name.format(number) for folder in folders]
 
     @property
     def is_done(self) -> bool:
@@ -101,8 +121,21 @@ class Watch:
         if self.is_training:
             return
         self.is_training = True
-        if self.on_training_start is not None:
+        # what it calls is not a part of the step, which may be traced
+        with self.inside_loader():
             self.on_training_start()
+
+    def withdraw(self, value: object, is_whole: bool = False) -> None:
+        """Let one process not be fed what a rank has saved of tensors that the script has made, as they are no batches.
+
+        Args:
+            value: the tensors, in any structure.
+            is_whole: True if the script cuts batches from them: one process may then use those of rank 0.
+        """
+        for leaf in tree_leaves(value):
+            path = self.made.get(leaf) if isinstance(leaf, Tensor) else None
+            if path is not None and path.exists():
+                path.rename(path.with_name(f"{WHOLE if is_whole else 'withdrawn'}-{path.name}"))
 
     @contextmanager
     def inside_loader(self) -> Iterator[None]:
@@ -130,6 +163,7 @@ def record_collective(watch: Watch, name: str, payload: object, number: int = 0,
         whole: True if all ranks take part.
     """
     lines = stack()
+    watch.withdraw(payload)
     watch.journal.record(
         "collective",
         name=name,
