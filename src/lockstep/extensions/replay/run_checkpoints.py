@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,14 @@ class SavedRun:
         path: the checkpoint.
         step: number of the first step that a fit runs as a whole after it.
         own: lockstep's part of it.
+        started: how the run was started the last time; empty if an earlier version of lockstep has written the
+            checkpoint.
     """
 
     path: str
     step: int
     own: dict[str, Any]
-
-    @property
-    def started(self) -> dict[str, Any]:
-        """How the run was started; empty if an earlier version of lockstep has written the checkpoint."""
-        started: dict[str, Any] = self.own.get("started") or {}
-        return started
+    started: dict[str, Any]
 
     @property
     def ranks(self) -> int:
@@ -111,7 +108,8 @@ def find(run: str, step: int) -> SavedRun:
     known = sorted(filter(None, map(_read, _paths(run))), key=lambda saved: (saved.step, os.path.getmtime(saved.path)))
     before = [saved for saved in known if saved.step <= step]
     if before:
-        return before[-1]
+        # the command of the last attempt, which may train for longer
+        return replace(before[-1], started=known[-1].started)
     if known:
         raise MisconfigurationException(
             f"lockstep replay {run} --step {step}: its first checkpoint is at step {known[0].step}. Replay a later "
@@ -132,4 +130,6 @@ def _read(path: str) -> SavedRun | None:
         return None
     progress = own["progress"]
     # a checkpoint at the end of a batch is within a window, or at its end, where the window is not counted yet
-    return SavedRun(path, progress["windows"] + (progress["phase"] in (BATCH_END, VALIDATED)), own)
+    return SavedRun(
+        path, progress["windows"] + (progress["phase"] in (BATCH_END, VALIDATED)), own, own.get("started") or {}
+    )
