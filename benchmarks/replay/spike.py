@@ -22,14 +22,14 @@ from language_model import ByteCorpus, LanguageModel
 from lockstep import Trainer, seed_everything
 from lockstep.callbacks import ModelCheckpoint
 
-BLOCK, BATCH, PLACES = 64, 16, (391, 392, 393)
+BLOCK, BATCH, PLACES = 64, 16, (707, 708, 711)
 
 
 class Dying(LanguageModel):
     """The language model, in a process that dies at a step of its first attempt."""
 
     def __init__(self, die_at: int) -> None:
-        super().__init__(layers=2, heads=2, width=64, block=BLOCK)
+        super().__init__(lr=5e-3, layers=2, heads=2, width=64, block=BLOCK)
         self.die_at = die_at
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -50,9 +50,9 @@ def corpus() -> ByteCorpus:
 class PrintedLosses(ModelCheckpoint):
     """Checkpoints every 8 steps, and a line for each step."""
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        super().on_train_batch_end(trainer, *args)
-        if trainer.is_global_zero:
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        # the loss of the previous step, whose mean over the ranks was published after it
+        if trainer.is_global_zero and "train_loss" in trainer.callback_metrics:
             print(f"step {trainer.global_step - 1}: loss {trainer.callback_metrics['train_loss']:.4f}", flush=True)
 
 
@@ -66,7 +66,7 @@ def main() -> None:
         accelerator="cpu",
         devices=options.ranks,
         strategy="ddp",
-        max_steps=32,
+        max_steps=48,
         log_every_n_steps=1,
         callbacks=[PrintedLosses("run", every_n_train_steps=8, save_top_k=-1)],
         logger=False,

@@ -81,7 +81,7 @@ def spike(folder: Path) -> str:
     steps = {int(line.split()[1][:-1]): line for line in losses if line.startswith("step")}
     worst = max(steps, key=lambda step: float(steps[step].split()[-1]) if step > min(steps) + 4 else 0.0)
     curve = [losses[0], "...", *(steps[step] for step in range(worst - 1, worst + 2)), "..."]
-    places = "391,392,393"
+    places = "707,708,711"
     words = ["replay", "run", "--step", str(worst), "--without", places, "--picture", str(folder / "spike.png")]
     replayed = output(sys.executable, "-m", "lockstep", *words, folder=folder)
     return "\n".join([*curve, replayed.replace(f" --picture {folder / 'spike.png'}", "")])

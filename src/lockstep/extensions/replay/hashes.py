@@ -35,7 +35,7 @@ class _Piece(NamedTuple):
     """Factors (2, number of columns)."""
 
 
-class _Group:
+class _PieceGroup:
     """Pieces that are copied into one buffer, so that they are read by few operations.
 
     Args:
@@ -75,7 +75,7 @@ class TensorHash:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._groups: dict[tuple[tuple[str, torch.Size, torch.dtype], ...], list[_Group]] = {}
+        self._groups: dict[tuple[tuple[str, torch.Size, torch.dtype], ...], list[_PieceGroup]] = {}
 
     @torch.no_grad()
     def __call__(self, named: Mapping[str, Tensor], device: torch.device) -> Tensor:
@@ -103,7 +103,7 @@ class TensorHash:
                 sums.append(_dot(torch.cat(columns), factors))
         return torch.stack(sums).view(-1, 2).sum(0)
 
-    def _grouped(self, named: Mapping[str, Tensor], device: torch.device) -> list[_Group]:
+    def _grouped(self, named: Mapping[str, Tensor], device: torch.device) -> list[_PieceGroup]:
         """Divide this rank's parts of tensors into groups of about `_CHUNK` integers, which share their buffers."""
         found: list[list[_Piece]] = [[]]
         for piece in (piece for name, tensor in named.items() for piece in self._pieces(name, tensor, device)):
@@ -112,7 +112,7 @@ class TensorHash:
             found[-1].append(piece)
         sizes = [sum(map(_size, pieces)) for pieces in found]
         buffers = torch.zeros(2, max(sizes), dtype=torch.int32, device=device)
-        return [_Group(pieces, buffers[:, :size]) for pieces, size in zip(found, sizes, strict=True) if pieces]
+        return [_PieceGroup(pieces, buffers[:, :size]) for pieces, size in zip(found, sizes, strict=True) if pieces]
 
     def _pieces(self, name: str, tensor: Tensor, device: torch.device) -> Iterator[_Piece]:
         """Yield this rank's part of a tensor in pieces; nothing if another rank's part counts."""

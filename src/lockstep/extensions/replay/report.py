@@ -148,12 +148,10 @@ class ReplayReport:
                 bar.set_color("tab:red")
         axes.set_yticks(range(len(samples)), names)
         axes.invert_yaxis()
-        axes.set(
-            title=f"samples of step {self.request.step}",
-            xlabel="part of the gradient's norm",
-            ylabel="place",
-            xscale="log",
-        )
+        # a bar has no start on a logarithmic axis: only for parts that are else too short to be seen
+        scale = "log" if most > 1000 * min(parts, default=1.0) else "linear"
+        axes.set(title=f"samples of step {self.request.step}", xscale=scale)
+        axes.set(xlabel="part of the gradient's norm", ylabel="place")
 
     def _draw_losses(self, axes: Axes, losses: dict[int, float]) -> None:
         axes.plot([*losses], [*losses.values()], label="the run's samples")
