@@ -29,7 +29,7 @@ def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "train.py", "--lr", "0.1", "--api-key", "secret"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     found = json.loads(done.stdout)
-    assert found["command"] == ["train.py", "--lr", "0.1", "--api-key", "***"]
+    assert found["command"] == ["train.py", "--lr", "0.1", "--api-key", "(not shown)"]
     assert found["folder"] == str(tmp_path)
     assert [*found["code"]] == ["helper.py", "train.py"]
     assert found["versions"]["torch"] == str(torch.__version__)
@@ -40,8 +40,8 @@ def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "stored"),
     [
-        (["train.py", "--password=x", "--lr=1"], ["train.py", "--password=***", "--lr=1"]),
-        (["train.py", "--token", "x", "key"], ["train.py", "--token", "***", "key"]),
+        (["train.py", "--password=x", "--lr=1"], ["train.py", "--password=(not shown)", "--lr=1"]),
+        (["train.py", "--token", "x", "key"], ["train.py", "--token", "(not shown)", "key"]),
         (["train.py", "--use-token", "--lr", "1"], ["train.py", "--use-token", "--lr", "1"]),
     ],
 )

@@ -67,13 +67,13 @@ SLURM_TASKS_PER_NODE JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE JSM_NAMESPACE_LOCAL_R
 LSB_DJOB_RANKFILE LSB_HOSTS LSB_JOBID LSB_MCPU_HOSTS PBS_JOBID OMPI_MCA_ess_base_jobid PMIX_NAMESPACE
 PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
 CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_ORDER CUDA_VISIBLE_DEVICES GLOO_SOCKET_IFNAME LOGLEVEL OMP_NUM_THREADS
-PYTORCH_NVML_BASED_CUDA_CHECK
+MKL_NUM_THREADS NVIDIA_TF32_OVERRIDE PYTORCH_NVML_BASED_CUDA_CHECK
 """
 NAMES = frozenset(_NAMES.split())
 FAMILIES = ("LOCKSTEP_", "PL_GLOBAL_SEED", "PL_TRAINER_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "NCCL_")
 """Variables that lockstep reads, by name and by prefix. A test checks that there are no others."""
 
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.IGNORECASE)
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"\w+://[^/\s]*@|(?=\S*\d)(?=\S*[A-Za-z])[A-Za-z0-9+/_=]{32,}")
 HIDDEN = "(not shown)"
 
@@ -89,7 +89,7 @@ def variables_in_use(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """
     found = {name: value for name, value in environ.items() if name in NAMES or name.startswith(FAMILIES)}
     return {
-        name: HIDDEN if _SECRET.search(name) or _SECRET_VALUE.search(value) else value
+        name: HIDDEN if SECRET.search(name) or _SECRET_VALUE.search(value) else value
         for name, value in sorted(found.items())
     }
 

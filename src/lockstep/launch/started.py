@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lockstep.launch.environment import HIDDEN, SECRET
 from lockstep.supervise.stack import FOREIGN
 
 FOLDER = os.sep
@@ -25,9 +25,6 @@ _VARIABLES = (
     *("CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE"),
     *("OMP_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH"),
 )
-HIDDEN = "***"
-"""Replacement for an argument that may be a secret, such as the value of ``--api-key``."""
-_SECRET = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 
 
 @functools.cache
@@ -67,17 +64,17 @@ def _command() -> list[str]:
 
 
 def without_secrets(words: list[str]) -> list[str]:
-    """Return a command in which the values of options such as ``--api-key`` are replaced by ``***``.
+    """Return a command in which the values of options such as ``--api-key`` are replaced by ``(not shown)``.
 
     Example:
         >>> without_secrets(["train.py", "--token", "abc", "--lr=0.1", "--api-key=abc"])
-        ['train.py', '--token', '***', '--lr=0.1', '--api-key=***']
+        ['train.py', '--token', '(not shown)', '--lr=0.1', '--api-key=(not shown)']
     """
     found: list[str] = []
     is_value = False
     for word in words:
         name, equals, _ = word.partition("=")
-        is_secret = word.startswith("-") and _SECRET.search(name) is not None
+        is_secret = word.startswith("-") and SECRET.search(name) is not None
         if is_value and not word.startswith("-"):
             found.append(HIDDEN)
         else:

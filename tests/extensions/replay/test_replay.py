@@ -127,7 +127,7 @@ def test_the_command_of_a_run(tmp_path: Path) -> None:
     assert command("-u", "train.py", "--lr", "0.1") == ["train.py", "--lr", "0.1"]
     assert command("-m", "project.train", "x") == ["-m", "project.train", "x"]
     with pytest.raises(MisconfigurationException, match="secret"):
-        command("train.py", "--token", "***")
+        command("train.py", "--token", "(not shown)")
     with pytest.raises(MisconfigurationException, match=r"-- train\.py arguments"):
         command()
 

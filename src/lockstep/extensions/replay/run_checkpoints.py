@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.checkpoint.sharded import glance
 from lockstep.checkpoint.storage import is_index_folder
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.launch.started import HIDDEN
+from lockstep.launch.environment import HIDDEN
 from lockstep.loop.progress import BATCH_END, VALIDATED
 
 
