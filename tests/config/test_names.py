@@ -30,7 +30,7 @@ def test_every_flag_is_documented_in_the_order_of_the_signature() -> None:
 
 def test_names_order_and_defaults_are_lightnings(lightning: Any) -> None:
     theirs = parameters(lightning.Trainer)
-    own = ("order", "keep_global_batch", "balance", "compile", "non_finite", "hang_timeout", "hang_kill")
+    own = ("order", "keep_global_batch", "balance", "compile", "non_finite", "record", "hang_timeout", "hang_kill")
     ours = {name: value for name, value in FLAGS.items() if name not in own}
     assert list(ours) == list(theirs)
     assert ours == {name: parameter.default for name, parameter in theirs.items()}

@@ -34,6 +34,7 @@ OTHER_PROCESSES = (
     "launch/parent_death.py",
     "launch/spawn.py",
     "supervise/supervisor.py",
+    "extensions/replay/operations.py",
     "extensions/verify/",
 )
 """Files whose handlers and hooks are for processes that are lockstep's own."""

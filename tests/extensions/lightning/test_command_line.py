@@ -224,6 +224,7 @@ def test_the_printed_config_has_lightnings_keys(
         "balance",
         "compile",
         "non_finite",
+        "record",
     }
     assert set(theirs["trainer"]) <= set(ours["trainer"])
     assert {key: ours[key] for key in theirs if key != "trainer"} == {k: v for k, v in theirs.items() if k != "trainer"}

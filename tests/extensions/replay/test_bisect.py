@@ -144,7 +144,7 @@ def test_a_change_is_found_at_its_line(
         assert f"train.py:{expected}" in lines, str(parting)
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("repeat", range(20))
 def test_a_repeat_has_no_difference(repeat: int, tmp_path: Path) -> None:
     text = SCRIPT.replace("seed_everything(1)", f"seed_everything({repeat})")

@@ -75,7 +75,7 @@ STEPS = {"pixel": 13, "label": 9, "text": 11}
 """The step that reads the bad sample, by its kind."""
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("run", RUNS)
 def test_a_planted_sample_is_found(
