@@ -182,7 +182,11 @@ def _of_script(
         return read(own)
 
     with ThreadPoolExecutor() as both:
-        return versions, first_step(*both.map(recorded, versions))
+        recordings = [*both.map(recorded, versions)]
+    if not all(map(len, recordings)):
+        raise MisconfigurationException("lockstep bisect: the script has trained no step")
+    print(f"compared: {min(map(len, recordings))} steps", flush=True)
+    return versions, first_step(*recordings)
 
 
 def _trace(versions: Sequence[Version], step: int, folder: Path) -> tuple[Parting | None, str]:
