@@ -216,7 +216,10 @@ def _trace(versions: Sequence[Version], step: int, folder: Path) -> tuple[Partin
         if parting is not None and parting.is_rounding:
             note += "rounding only. It starts in "
     if parting is None:
-        return None, "On one process its operations give the same results: the runs part in a reduction between ranks."
+        return None, (
+            "Replayed on one process, its operations give the same results: the difference comes from a reduction "
+            "between ranks, or from state that checkpoints do not contain."
+        )
     return parting, note
 
 

@@ -157,7 +157,7 @@ class Player(Callback):
 
     def _without(self, micro_batches: list[PlacedMicroBatch]) -> list[PlacedMicroBatch]:
         """Return the micro-batches without the samples to leave out. The others weigh more."""
-        out = set(self.request.without)
+        out = self.request.without  # not a set: the place in several loaders is a list
         kept = [[row for row, place in enumerate(each.places) if place not in out] for each in micro_batches]
         self._left_out |= {place for each in micro_batches for place in each.places if place in out}
         if all(len(rows) == len(each.places) for rows, each in zip(kept, micro_batches, strict=True)):
