@@ -11,7 +11,8 @@ from lockstep.ground.extensions import is_there as is_there
 def owner(name: str) -> str | None:
     """Return the extension that has a public name or a path below lockstep; None for what the core has."""
     for extension, rows in EXTENSIONS.items():
-        if name in rows.names or any(name == path or name.startswith(f"{path}.") for path in rows.paths):
+        paths = (*rows.paths, f"extensions.{extension}")
+        if name in rows.names or any(name == path or name.startswith(f"{path}.") for path in paths):
             return extension
     return None
 
