@@ -145,7 +145,7 @@ class RanksAlone:
         override = f"{TRACE} {update}"
         traced = self.runs.on_ranks(override)
         alone = self.runs.on_one(self.ranks, FOLLOW, override, order=(rank,))
-        line = first_other_line(traced.ranks[rank].find("call"), alone.first.find("call"))
+        line = first_other_line(traced.ranks[rank].find("call", late=False), alone.first.find("call", late=False))
         return Reason(text, line, f"one process was fed the samples of rank {rank} only, up to step {update}")
 
     def _draws_own(self) -> bool:

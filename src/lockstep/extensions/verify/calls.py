@@ -51,7 +51,9 @@ class Calls:
             return
         if self.watch.collates or not self._remaining or not isinstance(result, Tensor):
             return
-        if not torch.is_grad_enabled():
+        # such a call may change gradients
+        is_late = self.watch.backwards > 0 and not result.requires_grad
+        if not (is_late or torch.is_grad_enabled()):
             return
         where = _line(sys._getframe(2))
         if where and result.dtype.is_floating_point and type(result) is not torch.nn.Parameter:
@@ -59,7 +61,7 @@ class Calls:
             values = result.detach().double()
             # the sum of sizes is the scale against which rounding is judged
             sums = [values.sum().item(), values.abs().sum().item()]
-            self.watch.journal.record("call", name=name, where=where, sums=sums, shape=list(result.shape))
+            self.watch.journal.record("call", name=name, where=where, sums=sums, shape=list(result.shape), late=is_late)
 
 
 def first_other_line(calls: Sequence[Event], others: Sequence[Event]) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from lockstep.extensions.verify.calls import TRACE, first_other_line
 from lockstep.extensions.verify.compare import (
     BUFFERS,
     CLIPPED,
@@ -27,6 +29,7 @@ from lockstep.extensions.verify.compare import (
 from lockstep.extensions.verify.diagnose import Parts, Shares
 from lockstep.extensions.verify.own_batches import JOINED
 from lockstep.extensions.verify.recordings import Event, Recording, Value, place_of
+from lockstep.extensions.verify.runs import Runs
 
 _SCALED = 1e-5
 """Smallest deviation of a factor from 1 at which a gradient counts as scaled."""
@@ -38,34 +41,34 @@ Retry = Callable[[str], bool]
 """Runs ranks and one process again with an override, such as "clipping". Returns True if they then agree."""
 
 
+@dataclass
 class Causes:
     """Finder of the cause of the first difference between the run on ranks and the run of one process.
 
-    Args:
+    Attributes:
         difference: the first difference.
         ranks: the run on ranks.
         single: the run of one process.
+        runs: makes more runs.
         retry: returns True if ranks and one process agree when both run with an override.
         splits_model: True if ranks have parts of a model.
-
-    Attributes:
         unknown: after `find`, why the difference may be a property of the check, or "".
     """
 
-    def __init__(
-        self, difference: Difference, ranks: Recording, single: Recording, retry: Retry, splits_model: bool
-    ) -> None:
-        self.difference = difference
-        self.ranks = ranks
-        self.single = single
-        self.retry = retry
-        self.splits_model = splits_model
-        self.size = len(ranks.ranks)
-        self.update = difference.update
-        self.backwards = ranks.first.find("backward", update=self.update)
+    difference: Difference
+    ranks: Recording
+    single: Recording
+    runs: Runs
+    retry: Retry
+    splits_model: bool
+    unknown: str = ""
+
+    def __post_init__(self) -> None:
+        self.size = len(self.ranks.ranks)
+        self.update = self.difference.update
+        self.backwards = self.ranks.first.find("backward", update=self.update)
         self.last_backward = str(self.backwards[-1]["where"]) if self.backwards else ""
-        self.clipping = ranks.first.line_of("clipped")
-        self.unknown = ""
+        self.clipping = self.ranks.first.line_of("clipped")
 
     @property
     def are_certain(self) -> bool:
@@ -198,9 +201,8 @@ class Causes:
         if self.backwards and not self.backwards[-1]["synchronizes"]:
             last = "the last backward of a window" if len(self.backwards) > 1 else "the backward"
             no_sync = self.ranks.first.line_of("no_sync")
-            if no_sync:
-                return Reason(f"{what} not averaged: no_sync() covers {last}", no_sync, proof)
-            return Reason(f"{what} not averaged: require_backward_grad_sync is False in {last}", where, proof)
+            why = "no_sync() covers" if no_sync else "require_backward_grad_sync is False in"
+            return Reason(f"{what} not averaged: {why} {last}", no_sync or where, proof)
         return Reason(f"{what} not averaged over the ranks", where, proof)
 
     def _explain_factor(self, parts: Parts, factor: float) -> Reason | None:
@@ -245,7 +247,12 @@ class Causes:
         scaled = [rank for rank, factor in enumerate(factors) if abs(factor - 1) > _SCALED]
         times = by_rank((rank, f"{factors[rank]:.4g}") for rank in scaled) + " times the mean over the ranks"
         text = f"gradients{f' of {names}' * bool(names)} are scaled on some ranks after they are averaged: {times}"
-        return Reason(text, self.step["where"])
+        where = ""
+        # without a wrapper ranks may differ where a script reads the gradients that it averages by hand
+        if self.ranks.has("wrapped"):
+            calls = [rank.find("call", late=True) for rank in self.runs.on_ranks(f"{TRACE} {self.update}").ranks]
+            where = first_other_line(calls[scaled[0]], calls[scaled[0] - 1])
+        return Reason(text, where or self.step["where"])
 
     def _explain_window(self, shares: Sequence[Shares], names: str) -> Reason:
         """Explain gradients in which the micro-batches of an accumulation window wrongly have different weights."""
@@ -261,11 +268,10 @@ class Causes:
                 "are reduced again"
             )
             return Reason(text, reducing, proof)
-        text = f"only some micro-batches of a window{what} are synchronized"
         no_sync = self.ranks.first.line_of("no_sync")
-        if no_sync:
-            return Reason(f"{text}: no_sync() ends too late or too early", no_sync, proof)
-        return Reason(text, self.step["where"], proof)
+        why = ": no_sync() ends too late or too early" if no_sync else ""
+        text = f"only some micro-batches of a window{what} are synchronized{why}"
+        return Reason(text, no_sync or self.step["where"], proof)
 
     def _explain_own_gradients(self, parts: Parts) -> Reason | None:
         """Explain why the ranks' correctly averaged gradients differ from the gradients of one process."""

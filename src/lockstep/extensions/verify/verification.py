@@ -183,7 +183,7 @@ class Verification:
         if first is not None and first.kind == FIRST and (reason := refusals.check_parts(ranks, single)):
             return self._certify_unknown(reason)
         if first is not None:
-            causes = Causes(first, ranks, single, self._agrees_with, self.splits_model)
+            causes = Causes(first, ranks, single, self.runs, self._agrees_with, self.splits_model)
             if not ranks.has_loader and not causes.are_certain:
                 return self._certify_unknown(refusals.without_loader(single))
             alone = AloneFinding(cause=causes.find(), unknown=causes.unknown)
