@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.extensions.replay.hashes import TensorHash, pack
+from lockstep.extensions.replay.hashes import TensorHash
 from lockstep.ground.tree import tree_leaves
 from lockstep.launch.started import FOLDER
 from lockstep.supervise.stack import LOCKSTEP, Frame
@@ -206,7 +206,9 @@ class OperationTrace(OperationWatch):
         self._values.append(_sampled(outputs))
 
     def _hashed(self, tensor: Tensor) -> int:
-        return int(pack(self._hash({"": tensor}, tensor.device))) if tensor.layout is torch.strided else 0
+        if tensor.layout is not torch.strided:
+            return 0
+        return int(self._hash({f"{tensor.dtype} {tuple(tensor.shape)}": tensor}, tensor.device))
 
     def write(self, folder: str) -> None:
         """Write the trace to files in ``folder``."""

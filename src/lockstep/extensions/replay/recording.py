@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import storage
-from lockstep.extensions.replay.hashes import TensorHash, pack
+from lockstep.extensions.replay.hashes import TensorHash
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.methods import replace_until
 from lockstep.loop.progress import BATCH_END, VALIDATED
@@ -152,7 +152,7 @@ class Recorder:
 
     def _hash(self, named: Mapping[str, Tensor]) -> Tensor:
         if not (self._writes or self._is_sharded):  # rank 0 has the same
-            return torch.zeros(2, dtype=torch.int64)
+            return torch.zeros((), dtype=torch.int64)
         return self._hashes(named, self._strategy.root_device)
 
     def _add(self, gradients: Tensor, weights: Tensor) -> None:
@@ -178,7 +178,7 @@ class Recorder:
             rows = self._strategy.gather_stacked(rows.flatten()).sum(0).view(rows.shape)
         if not self._writes:
             return
-        for number, row in zip(numbers, pack(rows).numpy(), strict=True):
+        for number, row in zip(numbers, rows.numpy(), strict=True):
             os.pwrite(self._descriptor, row.astype("<i8").tobytes(), number * ROW.itemsize)
 
     def write_alone(self) -> None:
