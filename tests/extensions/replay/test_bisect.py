@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +178,39 @@ def test_a_commit_by_the_command(
     out = capfd.readouterr().out
     assert "part in step 0: its gradients differ" in out
     assert "triu in 'attention', train.py:16" in out
+
+
+RECORDED = SCRIPT.replace(
+    "import torch\n", "import sys\nimport torch\nfrom lockstep.callbacks import ModelCheckpoint\n", 1
+)
+RECORDED = RECORDED.replace(
+    "enable_checkpointing=False",
+    'record="hashes", callbacks=ModelCheckpoint(sys.argv[1], every_n_train_steps=3, save_top_k=-1)',
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [1, 5])
+def test_two_recorded_runs(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The runs part before their first checkpoint, or after it; the code of A is that of its commit."""
+    monkeypatch.chdir(tmp_path)
+    version(tmp_path, RECORDED)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "train.py"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    subprocess.run([sys.executable, "train.py", "a"], check=True, timeout=60)
+    old = "        total = x.mean(dim=1)\n"
+    version(tmp_path, RECORDED.replace(old, f"{old}        if self.trainer.global_step >= {at}: total = total * 1.5\n"))
+    subprocess.run([sys.executable, "train.py", "b"], check=True, timeout=60)
+    capfd.readouterr()
+    assert main(["bisect", "a", "b"]) == 1
+    out = capfd.readouterr().out
+    line = RECORDED[: RECORDED.index(old)].count("\n") + 2
+    assert f"part in step {at}: its gradients differ" in out
+    assert f"only B runs mul, train.py:{line}" in out
+    assert main(["bisect", "a", "a"]) == 0
 
 
 def test_what_bisect_refuses(

@@ -113,13 +113,14 @@ def _of_runs(runs: Sequence[str], folder: Path) -> tuple[list[Version], tuple[in
         return [], None
     versions = []
     for name, run in zip("AB", runs, strict=True):
-        saved = find(run, parted[0])
+        saved = find(run, parted[0], or_start=True)
         home = _home_of(saved, folder / f"code-{name}", name)
         started = saved.started
         known = started.get("executable", "")
         python = known if os.path.exists(known) else sys.executable
         script = Script(saved.command([]), home, started.get("variables", {}), python)
-        versions.append(Version(name, script, os.path.abspath(saved.path), started.get("threads", 0)))
+        path = os.path.abspath(saved.path) if saved.path else ""
+        versions.append(Version(name, script, path, started.get("threads", 0)))
     return versions, parted
 
 
@@ -202,8 +203,7 @@ def _trace(versions: Sequence[Version], step: int, folder: Path) -> tuple[Partin
 
     first, other = versions
     with ThreadPoolExecutor() as both:
-        results = both.map(traced, (first, other), ("trace-A", "trace-B"))
-        (a, torch_a), (b, torch_b) = results
+        (a, torch_a), (b, torch_b) = both.map(traced, (first, other), ("trace-A", "trace-B"))
         repeating = both.submit(traced, first, "trace-repeat")
         nudging = both.submit(traced, first, "trace-nudged", 2.0**-23) if torch_a != torch_b else None
     unstable = first_operation(a, repeating.result()[0])

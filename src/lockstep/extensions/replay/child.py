@@ -14,8 +14,8 @@ import torch
 
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.model_checkpoint import Checkpoint
-from lockstep.extensions.replay.player import Player, ReplayEnd
-from lockstep.extensions.replay.request import ReplayRequest
+from lockstep.extensions.replay.player import Player
+from lockstep.extensions.replay.request import ReplayEnd, ReplayRequest
 from lockstep.ground.device import accelerator_kinds
 from lockstep.launch import script, topology
 from lockstep.loggers.base import DummyLogger

@@ -115,15 +115,11 @@ class TensorHash:
 
 def _random(first: int, count: int, device: torch.device) -> Tensor:
     """Return the odd pseudo-random factors from number ``first`` on, int64 (count,)."""
-    # splitmix64 (Steele, Lea and Flood, 2014) of the number
-    number = torch.arange(first + 1, first + count + 1) * _signed(0x9E3779B97F4A7C15)
-    number = (number ^ _shifted(number, 30)) * _signed(0xBF58476D1CE4E5B9)
-    number = (number ^ _shifted(number, 27)) * _signed(0x94D049BB133111EB)
+    # splitmix64 (Steele, Lea and Flood, 2014) of the number, with its constants as signed integers
+    number = torch.arange(first + 1, first + count + 1) * -0x61C8864680B583EB
+    number = (number ^ _shifted(number, 30)) * -0x40A7B892E31B1A47
+    number = (number ^ _shifted(number, 27)) * -0x6B2FB644ECCEEE15
     return (number ^ _shifted(number, 31) | 1).to(device)
-
-
-def _signed(number: int) -> int:
-    return number - 2**64 if number >= 2**63 else number
 
 
 def _shifted(number: Tensor, bits: int) -> Tensor:

@@ -25,6 +25,7 @@ from lockstep.supervise.stack import LOCKSTEP, Frame
 
 SAMPLED = 2048
 """Elements of each result that the trace contains."""
+_HERE = os.path.dirname(__file__)
 EVENTS, VALUES = "operations.json", "values.npz"
 
 
@@ -57,38 +58,6 @@ class Operation:
         return f"{self.name}{inside}{phase}" + (f", {self.line}" if self.line else "")
 
 
-class ModuleStack:
-    """Stack of the submodules whose forward runs.
-
-    Args:
-        module: the user's module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._running: list[str] = []
-
-    @property
-    def innermost(self) -> str:
-        """Path of the submodule whose forward runs; "" outside of submodules."""
-        return self._running[-1] if self._running else ""
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Follow forwards in the ``with`` block."""
-        with ExitStack() as stack:
-            for name, module in self._module.named_modules():
-                hook = module.register_forward_pre_hook(lambda *_, name=name: self._running.append(name))
-                stack.callback(hook.remove)
-                hook = module.register_forward_hook(self._leave, always_call=True)
-                stack.callback(hook.remove)
-            self._running.clear()
-            yield
-
-    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
-        self._running.pop()
-
-
 def users_line() -> str:
     """Return the user's line that runs, as file:line; "" if lockstep or torch has not been called by a step method."""
     frame = sys._getframe(1)
@@ -98,9 +67,6 @@ def users_line() -> str:
             return ""  # further out is only the line of `trainer.fit`
         frame = frame.f_back  # type: ignore[assignment]
     return "" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-_HERE = os.path.dirname(__file__)
 
 
 def _short(file: str) -> str:
@@ -129,7 +95,8 @@ class OperationWatch(TorchDispatchMode, ABC):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._modules = ModuleStack(module)
+        self._module = module
+        self._running: list[str] = []  # paths of the submodules whose forward runs
         self._module_of_line: dict[str, str] = {}
         self._in_update = False
 
@@ -139,11 +106,19 @@ class OperationWatch(TorchDispatchMode, ABC):
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(lambda *_: self._set_update(True)).remove)
             stack.callback(register_optimizer_step_post_hook(lambda *_: self._set_update(False)).remove)
-            stack.enter_context(self._modules.watching())
+            for name, module in self._module.named_modules():
+                enter = module.register_forward_pre_hook(lambda *_, name=name: self._running.append(name))
+                leave = module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            self._running.clear()
             # stores the line of each forward operation, which its backward shows
             stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
             stack.enter_context(self)
             yield
+
+    def _leave(self) -> None:
+        self._running.pop()
 
     def _set_update(self, is_on: bool) -> None:
         self._in_update = is_on
@@ -159,7 +134,7 @@ class OperationWatch(TorchDispatchMode, ABC):
         if outputs and "empty" not in name:  # memory without values differs each time
             node = torch._C._current_autograd_node()
             if node is None:
-                line, module = users_line(), self._modules.innermost
+                line, module = users_line(), self._running[-1] if self._running else ""
                 phase = "forward" if (line or module) and not self._in_update else "update"
                 self._module_of_line[line] = module
             else:

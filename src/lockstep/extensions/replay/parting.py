@@ -69,22 +69,19 @@ def first_operation(a: Trace, b: Trace) -> Parting | None:
             return _inserted(a, b, number)
         if one.outputs != other.outputs or (one.inputs != other.inputs and not one.is_view):
             return Parting(one, other, _difference(a.values[number], b.values[number]))
-    short, long = sorted((a, b), key=lambda trace: len(trace.operations))
-    if len(short.operations) == len(long.operations):
-        return None
-    return _inserted(a, b, len(short.operations))
+    counts = [len(trace.operations) for trace in (a, b)]
+    return None if counts[0] == counts[1] else _inserted(a, b, min(counts))
 
 
 def _inserted(a: Trace, b: Trace, number: int) -> Parting:
     """Return the parting at an operation that only one trace has, or that another operation replaces in the other."""
     rest_a, rest_b = a.operations[number:], b.operations[number:]
     names_a, names_b = ([each.name for each in rest[:200]] for rest in (rest_a, rest_b))
-    for tag, *_ in SequenceMatcher(None, names_a, names_b, autojunk=False).get_opcodes():
-        if tag == "delete":
-            return Parting(rest_a[0], None, 0.0)
-        if tag == "insert":
-            return Parting(None, rest_b[0], 0.0)
-        break
+    tag = SequenceMatcher(None, names_a, names_b, autojunk=False).get_opcodes()[0][0]
+    if tag == "delete":
+        return Parting(rest_a[0], None, 0.0)
+    if tag == "insert":
+        return Parting(None, rest_b[0], 0.0)
     return Parting(rest_a[0] if rest_a else None, rest_b[0] if rest_b else None, 0.0)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.callbacks.base import Callback
 from lockstep.data.window import Window
 from lockstep.extensions.replay.operations import OperationTrace, nudge
-from lockstep.extensions.replay.request import Findings, ReplayRequest
+from lockstep.extensions.replay.request import Findings, ReplayEnd, ReplayRequest
 from lockstep.extensions.replay.rows import NoRows, take
 from lockstep.extensions.replay.window import PlacedMicroBatch, WindowAnalysis
 
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from lockstep.data.feed import Feed
     from lockstep.module import LightningModule
     from lockstep.trainer import Trainer
-
-
-class ReplayEnd(BaseException):
-    """Raised after the last replayed step, to leave the script."""
 
 
 class KeptWindow:
@@ -100,7 +96,7 @@ class Player(Callback):
         """Run a window, after its analysis if it is the requested one."""
         request, progress, step = self.request, trainer.session.fit.progress, trainer.fit_loop.step
         number = progress.windows
-        if number > request.step and not self.found.losses and not self.found.samples:
+        if number > request.step and self._first_place < 0:  # the first window
             self.refuse(f"the fit continued at step {number}, after step {request.step}")
         micro_batches = self._with_places(trainer.session.fit.loaded, [*window], batch_idx)
         if request.without:

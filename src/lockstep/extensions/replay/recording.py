@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import storage
 from lockstep.extensions.replay.hashes import TensorHash
+from lockstep.extensions.replay.request import ReplayEnd
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.methods import replace_until
 from lockstep.loop.progress import BATCH_END, VALIDATED
@@ -68,6 +69,9 @@ def recording(session: Session) -> Iterator[None]:
         replace_until(end, strategy, "save_checkpoint", recorder.before(strategy.save_checkpoint))
         try:
             yield
+        except ReplayEnd:
+            recorder.write()
+            raise
         except BaseException:
             recorder.write_alone()
             raise
@@ -106,9 +110,8 @@ class Recorder:
         progress = self._progress
         # the step of a checkpoint at the end of a batch is done, but not counted
         done = progress.windows + (progress.phase in (BATCH_END, VALIDATED))
-        known = read(os.path.dirname(resumed) if resumed is not None else folder)[:done]
-        if len(known) < done and resumed is not None:
-            known = read(folder)[:done]
+        folders = [folder] if resumed is None else [os.path.dirname(resumed), folder]
+        known = max((read(each)[:done] for each in folders), key=len)
         os.makedirs(folder, exist_ok=True)
         descriptor = os.open(os.path.join(folder, FILE), os.O_RDWR | os.O_CREAT, 0o666)
         os.pwrite(descriptor, known.tobytes(), 0)

@@ -53,12 +53,9 @@ class ReplayReport:
         """Return the report as text."""
         request, first = self.request, self.found[0]
         loss = self.losses(self.found).get(request.step)
-        lines = [
-            f"Step {request.step}, replayed from {request.checkpoint}",
-            f"loss {_number(loss)}, gradient norm {_number(first.gradient)}"
-            if first.layers
-            else f"loss {_number(loss)}",
-        ]
+        lines = [f"Step {request.step}, replayed from {request.checkpoint}", f"loss {_number(loss)}"]
+        if first.layers:
+            lines[1] += f", gradient norm {_number(first.gradient)}"
         bad = next((found.first_not_finite for found in self.found if found.first_not_finite), "")
         if bad:
             lines.append(f"first not finite: {bad}")
@@ -174,8 +171,7 @@ def _draw_layers(axes: Axes, layers: Sequence[LayerNorms]) -> None:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table as text, with all columns but the texts aligned to the right."""
-    texts = {number for number, name in enumerate(head) if name in ("layer", "class")}
-    right = [number for number in range(len(head)) if number not in texts]
+    right = [number for number, name in enumerate(head) if name not in ("layer", "class")]
     return "\n".join("  " + "  ".join(row).rstrip() for row in padded([head, *rows], right))
 
 

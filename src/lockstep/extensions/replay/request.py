@@ -19,6 +19,10 @@ from lockstep.launch.started import environment_with
 REQUEST = "request.json"
 
 
+class ReplayEnd(BaseException):
+    """Raised on all ranks after the last replayed step, to leave the script."""
+
+
 @dataclass(frozen=True)
 class ReplayRequest:
     """Request to replay steps.
@@ -133,19 +137,14 @@ class Findings:
 
     def write(self, folder: str, rank: int) -> None:
         """Write the findings of a rank to its file in ``folder``."""
-        torch.save(asdict(self), Path(folder) / f"rank-{rank}.pt")
+        torch.save(self, Path(folder) / f"rank-{rank}.pt")
 
-    @classmethod
-    def read(cls, folder: str, rank: int) -> Findings | None:
+    @staticmethod
+    def read(folder: str, rank: int) -> Findings | None:
         """Read the findings of a rank. Return None if the rank has written none."""
         file = Path(folder) / f"rank-{rank}.pt"
-        if not file.exists():
-            return None
         # own file of a moment ago; a sample may be an object of any class
-        fields = torch.load(file, weights_only=False)
-        samples = [SampleNorms(**sample) for sample in fields.pop("samples")]
-        layers = [LayerNorms(**layer) for layer in fields.pop("layers")]
-        return cls(samples=samples, layers=layers, **fields)
+        return torch.load(file, weights_only=False) if file.exists() else None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class SavedRun:
     """A checkpoint of a run, and how the run was started.
 
     Attributes:
-        path: the checkpoint.
+        path: the checkpoint; "" for the start of the run.
         step: number of the first step that a fit runs as a whole after it.
         own: lockstep's part of it.
         started: how the run was started the last time; empty if an earlier version of lockstep has written the
@@ -60,8 +60,8 @@ class SavedRun:
                 f"{where}the run's command had an argument that may be a secret and is not stored: pass the whole "
                 f"command again, lockstep replay RUN --step N -- {' '.join(words)}"
             )
-        options = [word for word in words if word.endswith(".py") or word == "-m"]
-        return words[words.index(options[0]) :] if options else words
+        starts = [at for at, word in enumerate(words) if word.endswith(".py") or word == "-m"]
+        return words[starts[0] :] if starts else words
 
     def changed_code(self, folder: str) -> list[str]:
         """Return the files of the user's code that differ from those of the run.
@@ -93,12 +93,13 @@ class SavedRun:
         return found
 
 
-def find(run: str, step: int) -> SavedRun:
+def find(run: str, step: int, or_start: bool = False) -> SavedRun:
     """Return the last checkpoint of a run before a step.
 
     Args:
         run: folder of a run, or a checkpoint.
         step: number of the step.
+        or_start: for a run on one process without such a checkpoint, return its start, with "" as the path.
 
     Raises:
         MisconfigurationException: there is no such checkpoint.
@@ -110,6 +111,8 @@ def find(run: str, step: int) -> SavedRun:
     if before:
         # the command of the last attempt, which may train for longer
         return replace(before[-1], started=known[-1].started)
+    if known and or_start and known[0].ranks == 1:
+        return replace(known[0], path="", step=0, started=known[-1].started)
     if known:
         raise MisconfigurationException(
             f"lockstep replay {run} --step {step}: its first checkpoint is at step {known[0].step}. Replay a later "

@@ -181,8 +181,9 @@ class WindowAnalysis:
         set_random_states(states)  # all samples of a micro-batch draw the same numbers
         weight = float(factor)
         value = math.nan if loss is None else float(loss.detach())
-        norm = _norm(gradients.values())
-        return (value, norm, weight), {name: gradient * weight for name, gradient in gradients.items()}
+        return (value, _norm(gradients.values()), weight), {
+            name: gradient * weight for name, gradient in gradients.items()
+        }
 
     @contextmanager
     def _batch_norm_fixed(self) -> Iterator[None]:
