@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -39,13 +40,16 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.parametrize("words", [["--ranks", "2", "--strategy", "ddp"], ["--accumulate", "2"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--ranks", "2", "--strategy", "ddp"], ["--accumulate", "2"], ["--ranks", "2", "--strategy", "fsdp"]],
+)
 def test_a_replay_trains_what_the_run_trained(words: list[str], tmp_path: Path) -> None:
     run_of(tmp_path, *words)
     of_run, recorded = losses(tmp_path), read(tmp_path / "checkpoints")
     saved = find(str(tmp_path / "checkpoints"), 13)
     assert saved.step == 10
-    devices = 2 if "ddp" in words else 1
+    devices = 2 if "--ranks" in words else 1
     request = ReplayRequest(str(tmp_path / "again"), saved.path, 13, 16, devices=devices, kind="hashes", threads=1)
     script = Script(saved.command([]), str(tmp_path), saved.started["variables"])
     script.run(request, "replay")
@@ -59,6 +63,61 @@ def test_a_replay_trains_what_the_run_trained(words: list[str], tmp_path: Path) 
     # the run's own files are as they were
     assert (read(tmp_path / "checkpoints") == recorded).all()
     assert len([*(tmp_path / "checkpoints").glob("*.ckpt")]) == 4
+
+
+OTHER = """\
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from lockstep import LightningModule, Trainer, seed_everything
+from lockstep.callbacks import ModelCheckpoint
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 1)
+        self.automatic_optimization = sys.argv[1] != "manual"
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch["a"][0]).mean() + self.layer(batch["b"][0]).square().mean()
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+seed_everything(1)
+loaders = {name: DataLoader(TensorDataset(torch.randn(64, 6)), batch_size=4, shuffle=True) for name in "ab"}
+saver = ModelCheckpoint("checkpoints", every_n_train_steps=4, save_top_k=-1)
+Trainer(accelerator="cpu", max_epochs=1, logger=False, record="hashes", callbacks=saver).fit(Model(), loaders)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["manual", "several loaders"])
+def test_manual_optimization_and_several_loaders(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(OTHER)
+    subprocess.run([sys.executable, "train.py", kind], check=True, timeout=60)
+    capfd.readouterr()
+    assert main(["replay", "checkpoints", "--step", "6", "--until", "7", "--without", "70"]) == 0
+    out = capfd.readouterr().out
+    assert "Steps 4 to 7 have the bits of the run." in out
+    assert "Not in these steps: 70 of --without." in out
+    if kind == "manual":
+        assert "only `training_step` knows the losses" in out
+        assert "without these samples" not in out
+    else:
+        # the places of a sample in both data sets
+        assert re.search(r"^ +\[\d+, \d+\] ", out, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def recording(session: Session) -> Iterator[None]:
             recorder.write()
             raise
         except BaseException:
-            recorder.write_alone()
+            recorder.write(alone=True)
             raise
         else:
             recorder.write()
@@ -142,10 +142,7 @@ class Recorder:
         """Return a version of ``strategy.save_checkpoint`` that writes the rows first."""
 
         def saved(checkpoint: Any, path: Any, *args: Any, alone: bool = False, **options: Any) -> Any:
-            if alone:
-                self.write_alone()
-            else:
-                self.write()
+            self.write(alone=alone)
             return save(checkpoint, path, *args, alone=alone, **options)
 
         return saved
@@ -170,10 +167,15 @@ class Recorder:
         if len(self._rows) > (1 if at_once else MOST_KEPT):
             self.write(keep=1)
 
-    def write(self, keep: int = 0) -> None:
-        """Write the kept rows to the file, except for the newest ``keep``. Collective if parameters are sharded."""
+    def write(self, keep: int = 0, alone: bool = False) -> None:
+        """Write the kept rows to the file. Collective if parameters are sharded.
+
+        Args:
+            keep: number of the newest rows to keep.
+            alone: True after a failure, without the other ranks: nothing is written if parameters are sharded.
+        """
         count = len(self._rows) - keep
-        if count <= 0:
+        if count <= 0 or (alone and self._is_sharded):
             return
         numbers, rows = self._rows[:count], torch.stack(self._kept[:count]).cpu()
         del self._rows[:count], self._kept[:count]
@@ -183,11 +185,6 @@ class Recorder:
             return
         for number, row in zip(numbers, rows.numpy(), strict=True):
             os.pwrite(self._descriptor, row.astype("<i8").tobytes(), number * ROW.itemsize)
-
-    def write_alone(self) -> None:
-        """Write the kept rows after a failure, without the other ranks; nothing if parameters are sharded."""
-        if not self._is_sharded:
-            self.write()
 
     def close(self) -> None:
         """Close the file."""

@@ -70,7 +70,8 @@ class ReplayReport:
             )
         if first.layers:
             lines += ["", "layers" + (" on rank 0:" if request.devices > 1 else ":"), self._layers_table(first.layers)]
-        lines += ["", self._losses_table()] if self.request.until > self.request.step or self.without else []
+        has_losses = loss is not None and (request.until > request.step or self.without)
+        lines += ["", self._losses_table()] if has_losses else []
         lines += sorted({note for found in (*self.found, *self.without) for note in found.notes})
         return "\n".join([*lines, self.bits] if self.bits else lines)
 
