@@ -296,17 +296,6 @@ BUGS = {
         ("sampler=sampler", "shuffle=True"),
         (SET_EPOCH, ""),
     ),
-    # the bias counts once for each rank
-    "bias_twice": Bug(
-        "partial = F.linear(x, self.weight, self.bias)",
-        replaced(
-            (SCRIPTS / "healthy/tensor_parallel.py").read_text(),
-            (
-                "        return SumOverRanks.apply(F.linear(x, self.weight)) + self.bias\n",
-                "        partial = F.linear(x, self.weight, self.bias)\n        return SumOverRanks.apply(partial)\n",
-            ),
-        ),
-    ),
     # each epoch has the order of the first
     "no_set_epoch": bug(
         "for epoch in range(6):", *SHORT_EPOCHS, (SET_EPOCH, ""), first_step=3, one_process_is_right=False

@@ -335,9 +335,6 @@ def tensor_parallel(script: ModuleType, ranks: int, inputs: list[list[Tensor]]) 
             yield current(optimizer)
 
 
-bias_twice = tensor_parallel
-
-
 def mean_of_means(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
     model = script.make_model()
 

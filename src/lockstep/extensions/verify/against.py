@@ -77,11 +77,11 @@ class RevisionCheck(Verification):
 
     def _refuse(self, now: Recording, earlier: Recording) -> str:
         """Explain why the runs cannot be compared, and suggest a remedy. Return "" if they can."""
-        reason = refusals.check_ranks(earlier, 1)
+        reason = refusals.check_ranks(earlier)
         file = earlier.first.line_of("not moved")
         if file:
             reason = f"{file} is imported from the working tree: uninstall it, and set PYTHONPATH to its folder"
-        return refusals.check_ranks(now, 1) or (f"{self.there}: {reason}" if reason else "")
+        return refusals.check_ranks(now) or (f"{self.there}: {reason}" if reason else "")
 
     # -- the revision
 

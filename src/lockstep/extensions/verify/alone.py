@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.extensions.verify import refusals
 from lockstep.extensions.verify.calls import TRACE, first_other_line
-from lockstep.extensions.verify.causes import gradient_factor
+from lockstep.extensions.verify.causes import call_lines, gradient_factor
 from lockstep.extensions.verify.compare import Reason, by_rank, own_gradients
 from lockstep.extensions.verify.diagnose import Parts
 from lockstep.extensions.verify.functions import KEPT, PERMUTED
@@ -112,7 +112,7 @@ class RanksAlone:
         counts_differ = Reason(
             "a mean of means: each rank divides parts of its loss by its own counts (of tokens, boxes, masked "
             "samples), and the counts differ",
-            self.ranks.first.line_of("backward"),
+            str(self.ranks.first.find("backward")[0]["made"]),
             "each rank's gradient is what one process computes for its samples, and no sample's loss depends on others",
         )
         return AloneFinding(cause=counts_differ)
@@ -144,6 +144,11 @@ class RanksAlone:
         # both runs again, with a trace of the update
         override = f"{TRACE} {update}"
         traced = self.runs.on_ranks(override)
+        changes: list[set[tuple[str, str]]] = [
+            {(call_lines(each), each["name"]) for each in run.find("call", changes=True)} for run in traced.ranks
+        ]
+        for where, name in sorted(set().union(*changes) - changes[0].intersection(*changes)):
+            return Reason(f"only some ranks change a tensor by {name}(), and the step depends on it", where)
         alone = self.runs.on_one(self.ranks, FOLLOW, override, order=(rank,))
         line = first_other_line(traced.ranks[rank].find("call", late=False), alone.first.find("call", late=False))
         return Reason(text, line, f"one process was fed the samples of rank {rank} only, up to step {update}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.extensions.verify.recordings import Event
-from lockstep.extensions.verify.settings import is_user_code, short
+from lockstep.extensions.verify.settings import is_user_code, short, stack
 from lockstep.extensions.verify.watch import Watch
 
 TRACE = "calls"
@@ -51,17 +51,20 @@ class Calls:
             return
         if self.watch.collates or not self._remaining or not isinstance(result, Tensor):
             return
-        # such a call may change gradients
-        is_late = self.watch.backwards > 0 and not result.requires_grad
+        has_grad = torch.is_grad_enabled() and result.requires_grad
+        # such as an update of weights, or of gradients after the backward
+        changes = name.endswith("_") and not name.endswith("__") and result.dim() > 0 and not has_grad
+        is_late = changes or (self.watch.backwards > 0 and not has_grad)
         if not (is_late or torch.is_grad_enabled()):
             return
         where = _line(sys._getframe(2))
-        if where and result.dtype.is_floating_point and type(result) is not torch.nn.Parameter:
+        if where and result.dtype.is_floating_point and (changes or type(result) is not torch.nn.Parameter):
             self._remaining -= 1
             values = result.detach().double()
             # the sum of sizes is the scale against which rounding is judged
             sums = [values.sum().item(), values.abs().sum().item()]
-            self.watch.journal.record("call", name=name, where=where, sums=sums, shape=list(result.shape), late=is_late)
+            found = {"sums": sums, "shape": list(result.shape), "stack": stack() if changes else []}
+            self.watch.journal.record("call", name=name, where=where, late=is_late, changes=changes, **found)
 
 
 def first_other_line(calls: Sequence[Event], others: Sequence[Event]) -> str:

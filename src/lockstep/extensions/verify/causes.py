@@ -28,7 +28,7 @@ from lockstep.extensions.verify.compare import (
 )
 from lockstep.extensions.verify.diagnose import Parts, Shares
 from lockstep.extensions.verify.own_batches import JOINED
-from lockstep.extensions.verify.recordings import Event, Recording, Value, place_of
+from lockstep.extensions.verify.recordings import Event, Recording, place_of
 from lockstep.extensions.verify.runs import Runs
 
 _SCALED = 1e-5
@@ -68,6 +68,7 @@ class Causes:
         self.update = self.difference.update
         self.backwards = self.ranks.first.find("backward", update=self.update)
         self.last_backward = str(self.backwards[-1]["where"]) if self.backwards else ""
+        self.loss_line = str(self.backwards[-1]["made"]) if self.backwards else ""
         self.clipping = self.ranks.first.line_of("clipped")
 
     @property
@@ -115,12 +116,14 @@ class Causes:
     # -- before a gradient
 
     def _explain_first_parameters(self) -> Reason | None:
-        if self.difference.ranks and len(self.difference.ranks) < self.size:
-            return Reason(
-                "ranks start with different weights, and nothing broadcasts rank 0's: set the same seed on all ranks "
-                "before the model is created, or wrap the model in DistributedDataParallel"
-            )
-        return None
+        if not self.difference.ranks or len(self.difference.ranks) == self.size:
+            return None
+        seeded = zip(*(rank.find("seeded") for rank in self.ranks.ranks), strict=False)
+        return Reason(
+            "ranks start with different weights, and nothing broadcasts rank 0's: set the same seed on all ranks "
+            "before the model is created, or wrap the model in DistributedDataParallel",
+            next((str(calls[0]["where"]) for calls in seeded if len({call["seed"] for call in calls}) > 1), ""),
+        )
 
     def _explain_rates(self) -> Reason:
         scheduled, in_single = (
@@ -128,7 +131,7 @@ class Causes:
             for run in (self.ranks, self.single)
         )
         if self.difference.ranks and scheduled:
-            return Reason(_OWN_METRIC, _call_lines(scheduled[-1]))
+            return Reason(_OWN_METRIC, call_lines(scheduled[-1]))
         if self.difference.ranks:
             return Reason(
                 "ranks use different learning rates: compute the rate from values that are the same on all ranks",
@@ -139,14 +142,14 @@ class Causes:
                 f"the scheduler is stepped {len(scheduled)} times on each rank, but {len(in_single)} times in one "
                 "process: the learning rate runs ahead by the number of ranks"
             )
-            return Reason(text, _call_lines(scheduled[-1]))
+            return Reason(text, call_lines(scheduled[-1]))
         return Reason("the learning rate depends on the number of ranks", self.step["where"])
 
     # -- gradients
 
     def _explain_gradients(self) -> Reason | None:
         if self.splits_model:
-            return self._explain_split_model()
+            return self._explain_sharded() if self.ranks.is_sharded else None
         parts = Parts(self.ranks, self.update)
         if not parts.are_known:
             return self._explain_sharded()
@@ -184,13 +187,14 @@ class Causes:
             late = next((event for event in events if event["shape"] not in _SCALARS), None)
             if late is not None:
                 text = f"{what} not averaged before the step: the script averages them after it, which is too late"
-                return Reason(text, _call_lines(late), proof)
+                return Reason(text, call_lines(late), proof)
         if not is_wrapped:
-            return Reason(f"{what} never averaged over the ranks: no wrapper around the model does that", "", proof)
+            text = f"{what} never averaged over the ranks: no wrapper around the model does that"
+            return Reason(text, self.last_backward, proof)
         if bypassed:
             name = bypassed[0]["name"]
             text = f"{what} not averaged: {name} is called directly, not by its wrapper (DistributedDataParallel)"
-            return Reason(text, _call_lines(bypassed[0]), proof)
+            return Reason(text, call_lines(bypassed[0]), proof)
         if uncovered and names:
             text = (
                 f"{what} not averaged: DistributedDataParallel does not cover them (they belong to a module outside "
@@ -229,13 +233,9 @@ class Causes:
 
     def _explain_norm(self, ratio: float, proof: str) -> Reason:
         """Explain gradients that are ``ratio`` times those of one process, often due to a wrong clipping norm."""
-        root = math.sqrt(self.size)
-        is_root = _near(1 / ratio, root) or _near(ratio, root)
-        if math.isfinite(ratio) and (self.ranks.is_sharded or is_root):
-            size = f"{1 / ratio:.4g} times that of the full gradient" + ", by the square root of the ranks" * is_root
-            shards = ": it does not count each shard once" * self.ranks.is_sharded
-            text = f"gradients are clipped (scaled) by a norm that is {size}{shards}"
-            return Reason(text, self._norm_line(), proof)
+        if math.isfinite(ratio) and self.ranks.is_sharded:
+            text = f"gradients are clipped (scaled) by a norm that is {1 / ratio:.4g} times that of the full gradient"
+            return Reason(f"{text}: it does not count each shard once", self._norm_line(), proof)
         if self.single.has("clipped") and self.retry("clipping"):
             text = "clipping: the norm is not that of the full gradient"
             return Reason(text, self.clipping, "without clipping the runs agree")
@@ -285,7 +285,7 @@ class Causes:
         weights = "; ".join(f"rank {rank}: {weight:.3g}" for rank, weight in enumerate(shares.first_micro_batches()))
         proof = f"weights of the ranks' gradients in one process: {weights}; in the mean over ranks {1 / self.size:.3g}"
         text = "a mean of means: each rank divides its loss by its own count, and the counts differ"
-        return Reason(text, self.last_backward, proof)
+        return Reason(text, self.loss_line, proof)
 
     def _divisors(self) -> list[float | None]:
         """Return the number by which the last loss of the update is divided on ranks, and in one process."""
@@ -293,17 +293,17 @@ class Causes:
         return [each[-1]["divisor"] if each else None for each in losses]
 
     def _divides_by_own_samples(self) -> bool:
-        """Return True, with the reason `unknown`, if losses are divided by a rank's batch size in one process too."""
-        divisor, in_single = self._divisors()
+        """Return True, with the reason `unknown`, if one process divides the loss by the size of a rank's batch."""
+        divisor = self._divisors()[1]
         first = self.ranks.first
         rows = [len(event["prints"]) for event in first.find("batch", step=self.step["number"])]
         for event in first.find("forward", update=self.update):
             rows += event["rows"]
-        if divisor is None or divisor != in_single or divisor not in rows:
+        if divisor is None or divisor == 1 or divisor not in rows:
             return False
         self.unknown = (
-            f"the loss is divided by {divisor:g}, the number of samples of a rank's batch ({self.last_backward}), but "
-            "one process has those of all ranks in a batch: divide by the length of the batch"
+            f"one process divides the loss by {divisor:g}, the number of samples of a rank's batch "
+            f"({self.last_backward}), but has those of all ranks in a batch: divide by the length of the batch"
         )
         return True
 
@@ -333,7 +333,7 @@ class Causes:
                 "the loss uses values gathered from all ranks, but all_gather passes no gradient to the other ranks: "
                 "use torch.distributed.nn.functional.all_gather"
             )
-            return Reason(text, _call_lines(gathers[0]), proof)
+            return Reason(text, call_lines(gathers[0]), proof)
         text = "the loss is a sum over samples: a mean over ranks divides it by their number"
         return Reason(text, where, proof)
 
@@ -341,26 +341,6 @@ class Causes:
         return parts.shares(self.single.first.unclipped_gradients(self.update))
 
     # -- parts of models, and sharded parameters
-
-    def _explain_split_model(self) -> Reason | None:
-        """In a model that is split over ranks, find a replicated parameter whose gradient is counted on each rank."""
-        reference = self.single.assembled("first", self.step["optimizer"])[0]
-        own = self.ranks.first.load("first", self.step["optimizer"])
-        split = {key for key, value in own.items() if _is_part(value, reference.get(key))}
-        modules = {self.step["names"][key].rpartition(".")[0] for key in split}
-        for key in own.keys() - split:
-            name = self.step["names"].get(key, key)
-            # a bias next to a split weight
-            if name.rpartition(".")[0] not in modules or not self.retry(f"once {key}"):
-                continue
-            events = self.ranks.first.find("collective", in_module=True)
-            return Reason(
-                f"{name}, which is replicated on all ranks, counts once for each rank: it is added before the sum over "
-                "ranks instead of after it",
-                _call_lines(events[0]) if events else "",
-                "the gradients agree if each rank adds its share of it",
-            )
-        return self._explain_sharded() if self.ranks.is_sharded else None
 
     def _explain_sharded(self) -> Reason | None:
         expected = self.single.assembled("gradients", self.update)[0]
@@ -386,17 +366,23 @@ class Causes:
         """Explain gradients whose shards are scaled by a factor that differs between ranks."""
         factors: list[float] = []
         for rank in self.ranks.ranks:
-            pairs = []
+            pairs, plain = [], []
             for key, value in rank.load("gradients", self.update).items():
                 reference = expected.get(key)
                 if isinstance(value, dict) and reference is not None:
                     pairs.append((value["part"], reference[place_of(value)]))
+                elif isinstance(value, Tensor):
+                    plain.append(self.step["names"][key])
             factor = gradient_factor(pairs)
             if factor is None:
                 return None
             factors.append(factor)
+        if all(abs(factor - 1) < _SCALED for factor in factors):
+            text = f"gradients are not averaged: no shard contains {shorten(plain)}, which fully_shard does not cover"
+            return Reason(f"{text}: call it on the whole model too", self.ranks.first.line_of("sharded data parallel"))
         text = "each rank clips (scales) its shards by their own norm, not by that of the full gradient"
-        where = self.clipping or self.step["where"]
+        scaled = self.runs.on_ranks(f"{TRACE} {self.update}").first.find("call", changes=True)
+        where = self.clipping or (call_lines(scaled[-1]) if scaled else self.step["where"])
         return Reason(text, where, f"the gradients are {_format(factors)} times those of one process, by rank")
 
     # -- clipping and updates
@@ -441,12 +427,12 @@ class Causes:
         """Return the source line that all-reduces a norm after the backward, or else the line that clips or steps."""
         events = self.ranks.first.find("collective", update=self.update)
         sums = [event for event in events if event["backwards"] and event["shape"] in _SCALARS]
-        return _call_lines(sums[0]) if sums else self.clipping or str(self.step["where"])
+        return call_lines(sums[0]) if sums else self.clipping or str(self.step["where"])
 
     def _reducing_line(self) -> str:
         """Return the script's line that reduces gradients after a backward of this update, or "" if there is none."""
         events = [event for event in self.ranks.first.find("collective", update=self.update) if event["backwards"]]
-        return next((_call_lines(event) for event in events if event["name"] in ("all_reduce", "reduce")), "")
+        return next((call_lines(event) for event in events if event["name"] in ("all_reduce", "reduce")), "")
 
 
 def own_metric(ranks: Recording) -> tuple[Difference, Reason] | None:
@@ -458,16 +444,12 @@ def own_metric(ranks: Recording) -> tuple[Difference, Reason] | None:
         text = f"ReduceLROnPlateau decides by {by_rank((rank, f'{each:.6g}') for rank, each in enumerate(values))}"
         update = calls[0]["update"]
         difference = Difference(RATES, update, update, "", tuple(range(len(values))), text=text)
-        return difference, Reason(_OWN_METRIC, _call_lines(calls[0]), "the ranks pass different numbers")
+        return difference, Reason(_OWN_METRIC, call_lines(calls[0]), "the ranks pass different numbers")
     return None
 
 
 def _format(numbers: Sequence[float]) -> str:
     return ", ".join(f"{number:.4g}" for number in numbers)
-
-
-def _is_part(value: Value, whole: Tensor | None) -> bool:
-    return isinstance(value, Tensor) and whole is not None and value.shape != whole.shape
 
 
 def gradient_factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
@@ -481,7 +463,7 @@ def gradient_factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
     return ratio if rest <= 1e-10 * bottom * ratio**2 else None
 
 
-def _call_lines(event: Event) -> str:
+def call_lines(event: Event) -> str:
     """Return the line of a recorded call, with the line that called the enclosing function, if any."""
     lines = list(dict.fromkeys(event["stack"][:2]))
     return ", called at ".join(lines) if len(lines) > 1 else str(event["where"])

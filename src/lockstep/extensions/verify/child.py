@@ -37,6 +37,13 @@ def run(settings: Settings) -> None:
     torch.set_num_threads(1)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(SEED + settings.rank)
+    set_seed = torch.manual_seed
+
+    def manual_seed(seed: int) -> torch.Generator:
+        watch.journal.record("seeded", seed=int(seed), where=location())
+        return set_seed(seed)
+
+    patch(torch, "manual_seed", manual_seed)
     if settings.float64:
         float64.enter()
     float64.disable_autocast()

@@ -176,7 +176,7 @@ class Forwards:
 
             @functools.wraps(shard)
             def sharded(*args: Any, shard: Callable[..., Any] = shard, **kwargs: Any) -> Any:
-                self.watch.journal.record_once("sharded data parallel")
+                self.watch.journal.record("sharded data parallel", where=location())
                 mesh = kwargs.get("mesh")
                 if mesh is not None and mesh.size() < self.watch.settings.world:
                     self.watch.journal.record_once("sharded in groups", size=mesh.size(), where=location())
@@ -239,7 +239,9 @@ class Forwards:
                 divisor=_divisor(loss),
                 synchronizes=is_synchronized,
                 where=location(),
+                made=self.watch.loss_line or location(),
             )
+            self.watch.loss_line = ""
             yield
         finally:
             self._in_backward = False

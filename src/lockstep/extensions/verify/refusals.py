@@ -49,7 +49,7 @@ def explain_memory_error(error: Exception) -> str:
     )
 
 
-def check_ranks(ranks: Recording, steps: int) -> str:
+def check_ranks(ranks: Recording) -> str:
     """Explain why the run on several ranks cannot be verified, and suggest a remedy. Return "" if it can."""
     named = [(f"rank {number}", rank) for number, rank in enumerate(ranks.ranks)]
     idle = [name for name, rank in named if not rank.steps]
@@ -264,9 +264,8 @@ def _skipped_step(ranks: Recording) -> tuple[Difference, Reason] | None:
         if 0 < len(stepping) < len(events):
             step = events[stepping[0]]
             words = by_rank((rank, "step" if rank in stepping else "no step") for rank in range(len(events)))
-            difference = Difference(
-                STEPS, step["number"], step["update"], "", stepping, text=f"after a backward {words}"
-            )
+            text = f"after a backward {words}"
+            difference = Difference(STEPS, step["number"], step["update"], "", stepping, text=text)
             cause = "ranks skip different steps, because the condition uses a rank's own values (such as its loss)"
             return difference, Reason(f"{cause}: use values that are the same on all ranks", step["where"])
     return None
@@ -288,10 +287,8 @@ def short_window(ranks: Recording) -> tuple[Difference, Reason] | None:
             continue
         batches = f"{len(events)} micro-batch{'es' * (len(events) > 1)}"
         text = f"is {len(events)}/{divisor:g} of the mean over its window, which has {batches}"
-        cause = (
-            f"the last accumulation window of an epoch has {batches}, but its loss is divided by the full number "
-            f"{divisor:g}"
-        )
+        number = f"the full number {divisor:g}"
+        cause = f"the last accumulation window of an epoch has {batches}, but its loss is divided by {number}"
         return _window_difference(ranks, step, text), Reason(cause, events[-1]["where"])
     return None
 

@@ -61,7 +61,7 @@ class ResumeCheck:
         """Run the script and return the certificate."""
         steps = self.request.steps
         undisturbed = self.runs.on_ranks(steps=2 * steps, epoch_steps=steps)
-        reason = refusals.check_ranks(undisturbed, 1)
+        reason = refusals.check_ranks(undisturbed)
         if reason:
             return self._certificate(reason)
         if undisturbed.has("dropout"):
@@ -81,7 +81,7 @@ class ResumeCheck:
         if remaining < 1:
             return "the script trains for one epoch only, and a stop would follow it: let it train for two", None
         resumed = self.runs.on_ranks(after=stopped, steps=remaining, epoch_steps=self.request.steps)
-        reason = refusals.check_ranks(resumed, 1)
+        reason = refusals.check_ranks(resumed)
         # the first weights again: nothing was loaded
         if not reason and _largest_difference(_first(undisturbed), _first(resumed))[1] <= _EXACT:
             reason = (
@@ -101,7 +101,7 @@ class ResumeCheck:
         resumed = self.runs.on_ranks(after=stopped, steps=length - 1, epoch_steps=steps)
         # the weights show after which step the script continued
         place: int | None = None
-        if not refusals.check_ranks(resumed, 1):
+        if not refusals.check_ranks(resumed):
             again = _first(resumed)
             for event in undisturbed.first.steps:
                 if _largest_difference(undisturbed.first.load("parameters", event["update"]), again)[1] <= _EXACT:

@@ -186,7 +186,9 @@ class Samples:
         self, number: int, batches: Sequence[Sequence[Event]], described: Sequence[Sequence[Event]]
     ) -> None:
         first = described[0][0]
-        if first["replacement"]:
+        epochs = self._epochs(number, 0)
+        repeats = not first["shared_out"] and any(len(set(each)) < len(each) for each in epochs)
+        if first["replacement"] or repeats:
             self.found.notes.append(
                 f"{first['sampler']} draws with replacement, so several ranks may get the same sample"
             )
@@ -196,7 +198,6 @@ class Samples:
         if first["size"] is None or len(probes) > 1 or batches[0][0]["indices"] is None:
             self._check_contents(batches, first)
             return
-        epochs = self._epochs(number, 0)
         ranks = len(epochs)
         owners: dict[int, set[int]] = defaultdict(set)
         for rank, indices in enumerate(epochs):

@@ -38,7 +38,7 @@ class Simulation:
         failed = [number for number, rank in enumerate(ranks.ranks) if rank.ending.has_failed]
         if failed:
             return self._explain_failure(ranks, failed)
-        reason = refusals.check_ranks(ranks, STEPS)
+        reason = refusals.check_ranks(ranks)
         if not reason and not ranks.has("group"):
             reason = (
                 "the script creates no process group, so its ranks would not be connected: call "
@@ -75,7 +75,7 @@ class Simulation:
         # a script that fails on one rank as well does not fail because of sizes
         alone = self.runs.on_simulated(1, STEPS)
         if alone.first.ending.has_failed:
-            return self._certify_unknown(refusals.check_ranks(ranks, STEPS))
+            return self._certify_unknown(refusals.check_ranks(ranks))
         ending = ranks.ranks[failed[0]].ending
         text = f"rank{several(failed)} of {self.request.devices} failed: {ending.short}"
         cause = f"the script does not support {self.request.devices} ranks"

@@ -59,6 +59,8 @@ class Steps:
         def add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
             add(optimizer, group)
             self._register(optimizer, optimizer.param_groups[-1]["params"])
+            if self.watch.is_training and self.watch.settings.is_replay:
+                self._load_first_parameters(self._numbers[id(optimizer)])
 
         patch(Optimizer, "add_param_group", add_param_group)
         register_optimizer_step_pre_hook(self._before)
@@ -79,8 +81,8 @@ class Steps:
             patch(nn.utils.clip_grad, name, clip)
             patch(nn.utils, name, clip)
         self._watch_schedulers()
-        is_replay = self.watch.settings.is_replay
-        self.watch.on_training_start = self._load_first_parameters if is_replay else self._divide_overrides
+        if self.watch.settings.is_replay:
+            self.watch.on_training_start = self._load_first_parameters
 
     def _register(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         """Assign keys to parameters of an optimizer that have none, and observe their gradients."""
@@ -234,18 +236,11 @@ class Steps:
         if settings.sigterm_after and watch.steps == settings.sigterm_after:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _load_first_parameters(self) -> None:
-        """Load the ranks' initial parameters into the single process."""
-        for number in self._made:
+    def _load_first_parameters(self, *numbers: int) -> None:
+        """Load the ranks' initial parameters into the single process. ``numbers`` are optimizers; none: all."""
+        for number in numbers or self._made:
             own = [p for p in self._parameters if self._keys[id(p)].startswith(f"{number}.")]
             self._take_over(f"first-{number}", own)
-
-    def _divide_overrides(self) -> None:
-        """Divide each parameter that an override ``once KEY`` names by the number of ranks."""
-        for override in self.watch.settings.overrides:
-            for parameter in self._parameters:
-                if override == f"once {self._keys[id(parameter)]}":
-                    parameter.data.div_(self.watch.settings.world)
 
     def _take_over(self, file: str, parameters: Iterable[Tensor]) -> None:
         """Load the parameters that the ranks saved to ``file``. If each rank has a part, join the parts."""
@@ -257,8 +252,6 @@ class Steps:
             if not parts or type(parameter.data) is not Tensor:
                 continue
             value = align(parts, parameter.detach())[0]
-            if f"once {key}" in self.watch.settings.overrides:
-                value = torch.stack(parts).sum(0)  # each rank has a share of it
             if value is not None and value.shape == parameter.shape:
                 parameter.data.copy_(value)
 

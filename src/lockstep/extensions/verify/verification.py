@@ -129,7 +129,7 @@ class Verification:
         deadlock = refusals.deadlock(ranks)
         if deadlock is not None:
             return self._certify_different(ranks, *deadlock)
-        if reason := refusals.check_ranks(ranks, self.request.steps):
+        if reason := refusals.check_ranks(ranks):
             return self._certify_unknown(reason)
         if ranks.has("join") and ranks.uneven_from is not None:
             self.notes.append(
@@ -286,13 +286,8 @@ class Verification:
     def _agrees_with(self, override: str) -> bool:
         """Return True if ranks and one process agree when an override disables or changes a feature in both runs."""
         ranks = self.runs.on_ranks(override)
-        if refusals.check_ranks(ranks, 1):
+        if refusals.check_ranks(ranks):
             return False
-        if override.startswith("once"):
-            # only the first step: later ones update a share of the parameter on each rank
-            single = self.runs.on_one(ranks, override, order=(0,))
-            found = Numbers(ranks, single, exact).compare().differences
-            return not any(each.kind == GRADIENTS and each.update == 0 for each in found)
         single = self.runs.on_one(ranks, override)
         if refusals.check_single(single):
             return False

@@ -36,6 +36,7 @@ class Watch:
         steps: optimizer steps so far, of the optimizer with the most.
         updates: optimizer steps so far, of all optimizers.
         backwards: calls of backward since the last step.
+        loss_line: line that has reduced a tensor to a number first since the last backward.
         is_training: True once training has started; random numbers drawn earlier are initial weights.
         in_loader: True while a loader draws a batch.
         collates: True while the samples of a batch are collated.
@@ -55,6 +56,7 @@ class Watch:
         self.steps = 0
         self.updates = 0
         self.backwards = 0
+        self.loss_line = ""
         self.is_training = False
         self.in_loader = False
         self.collates = False
