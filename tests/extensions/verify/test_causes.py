@@ -30,6 +30,22 @@ make_model()
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 fully_shard(model)
 """
+INNER = """\
+make_model()
+from torch.distributed.fsdp import fully_shard
+fully_shard(model[0])
+"""
+OWN_NORM = """\
+        parts = [p.grad.to_local() for p in model.parameters()]
+        norm = torch.stack([part.norm() for part in parts]).norm()
+        for part in parts:
+            part.mul_((0.01 / norm).clamp(max=1.0))
+"""
+COUNTED = """\
+        counts = x[:, 0] > 0.3
+        errors = (model(x) - y).square().squeeze(1) * counts
+        loss = errors.sum() / counts.sum()
+"""
 CLIP = STEP.replace("optimizer.step()", "nn.utils.clip_grad_norm_(model.parameters(), 0.1 * world**0.5)")
 ITERABLE = """\
 class Squares(IterableDataset):
@@ -202,10 +218,43 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
         "a scheduler uses a value that differs between ranks",
         "plateau.step",
     ),
+    "weights that only one rank changes between steps": (
+        (
+            (
+                STEP,
+                f"{STEP}        if rank == 0:\n            with torch.no_grad():\n"
+                "                teacher[0].weight.lerp_(model.module[0].weight, 0.5)\n",
+            ),
+            ("sampler = ", "teacher = make_model()\nsampler = "),
+            (LOSS, f"{LOSS} + F.mse_loss(model(x), teacher(x).detach())"),
+        ),
+        "only some ranks change a tensor by lerp_(), and the step depends on it",
+        "lerp_",
+    ),
+    "layers of which only the inner ones are sharded": (
+        ((MODEL + "\n", INNER),),
+        "no shard contains 2.weight, 2.bias, which fully_shard does not cover",
+        "fully_shard(model[0])",
+    ),
+    "shards that are clipped by their own norm, by hand": (
+        ((MODEL + "\n", SHARDED), (STEP, OWN_NORM + STEP)),
+        "each rank clips (scales) its shards by their own norm",
+        "part.mul_",
+    ),
+    "weights that are drawn with a seed for each rank": (
+        (*BY_HAND, ("torch.manual_seed(0)", "torch.manual_seed(int(os.environ['RANK']))")),
+        "ranks start with different weights, and nothing broadcasts rank 0's",
+        "torch.manual_seed(int",
+    ),
+    "a mean over the samples that count": (
+        ((f"        loss = {LOSS}\n", COUNTED),),
+        "a mean of means: each rank divides its loss by its own count",
+        "errors.sum()",
+    ),
     "two losses that are each divided by their own count": (
         ((LOSS, "F.mse_loss(model(x), y) + F.l1_loss(model(x)[x[:, 0] > 0.3], y[x[:, 0] > 0.3])"),),
         "a mean of means: each rank divides parts of its loss by its own counts",
-        "loss.backward()",
+        "loss = ",
     ),
 }
 
@@ -282,7 +331,30 @@ loader = DataLoader(data, 8, sampler=sampler, collate_fn=masked)
 MADE = "optimizer = torch.optim"
 SEEDED = (MADE, f"torch.manual_seed(rank + 1)\n{MADE}")
 
+DRAWN = """\
+class Drawn(torch.utils.data.Sampler):
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(9)
+        for _ in range(6):
+            yield torch.randint(96, (8 * world,), generator=generator)[rank::world].tolist()
+
+
+loader = DataLoader(data, batch_sampler=Drawn())
+"""
+HEAD = """\
+model.module[2] = nn.Linear(32, 1)
+model = DistributedDataParallel(model.module)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+"""
+
 HEALTHY: dict[str, Changes] = {
+    "a sampler of the script that draws with replacement for all ranks": ((SHARED_OUT, DRAWN), (SET_EPOCH, "")),
+    "a new head in the second part of the training": (
+        (
+            LOOP,
+            LOOP.replace("range(3)", "range(1)") + "        if i == 1: break\n" + HEAD + LOOP.replace("(3)", "(1, 3)"),
+        ),
+    ),
     "a scheduler that uses a loss of all ranks": (
         ("sampler = ", "plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\nsampler = "),
         ("dist.destroy", "    dist.all_reduce(loss.data)\n    plateau.step(loss.detach())\ndist.destroy"),
@@ -363,6 +435,14 @@ def test_a_rank_that_has_made_its_steps_inside_join_is_not_called_one_that_other
     text = changed((SHARED_OUT, whole), (LOOP, WITHIN)).replace("import os,", "import contextlib, os,")
     certificate = certify(text)
     assert certificate.verdict == ALIKE, str(certificate)
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_divided_by_the_global_batch_size_of_the_settings_cannot_be_judged(certify: Certify) -> None:
+    """One process gets the samples of all ranks, but divides by the size for one: a healthy script was different."""
+    certificate = certify(changed((LOSS, "F.mse_loss(model(x), y, reduction='sum') * world / (8 * world)")))
+    assert certificate.verdict == UNKNOWN, str(certificate)
+    assert "one process divides the loss by 8, the number of samples of a rank's batch" in certificate.reasons[0]
 
 
 @pytest.mark.slow
