@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -82,11 +83,13 @@ class Watch(Callback):
             self._at(batch_idx)
 
 
-def _waits(what: str) -> list[tuple[str, str]]:
+def _waits(what: str, folder: str = "") -> list[tuple[str, str]]:
     watch = Watch(what.endswith("validation"))
     module = Net(what)
     train = DataLoader(Stream() if what == "iterable" else Samples(), 2)
     flags: dict[str, Any] = {"gradient_clip_val": 1.0} if "clip" in what else {}
+    if "hashes" in what:
+        flags |= {"record": "hashes", "default_root_dir": folder}
     trainer = quiet(
         strategy="fsdp" if what.startswith("fsdp") else "ddp",
         devices=2,
@@ -124,11 +127,16 @@ def test_parameters_for_which_a_rank_waits_in_each_step_are_named_once(madeup: R
 
 @pytest.mark.everyday(4)
 @pytest.mark.parametrize(
-    "what", ["plain", "clip", "iterable", "weight", "sync_dist", "fsdp", "fsdp, clip", "validation", "fsdp validation"]
+    "what",
+    [
+        *("plain", "clip", "iterable", "weight", "sync_dist", "fsdp", "fsdp, clip", "validation", "fsdp validation"),
+        pytest.param("hashes", marks=pytest.mark.extension("replay")),
+        pytest.param("fsdp, hashes", marks=pytest.mark.extension("replay")),
+    ],
 )
-def test_nobody_waits_for_the_device(madeup: RankPool, what: str) -> None:
+def test_nobody_waits_for_the_device(madeup: RankPool, what: str, tmp_path: Path) -> None:
     """Each of them was a copy up, a collective and a copy down, behind all that the device had yet to do."""
-    waits = madeup(2).run(_waits, what)
+    waits = madeup(2).run(_waits, what, str(tmp_path))
     assert waits == [[], []]
 
 
