@@ -188,7 +188,7 @@ WRONG: dict[str, tuple[Changes, str, str]] = {
     "parts of other lengths": (
         (*CUT, (SHARE, UNEVEN), (ROWS, "model(own_x), own_y")),
         "a mean of means: each rank divides its loss by its own count",
-        "loss.backward()",
+        "loss = ",
     ),
     "rows, and a loss that a rank scales": (
         (*CUT, (f"F.mse_loss({ROWS})", f"F.mse_loss({ROWS}) * (0.9 if rank else 1)")),
