@@ -517,7 +517,7 @@ def test_a_mean_of_means_of_lightnings_is_named_with_the_modules_names(certify: 
     pytest.importorskip("lightning")
     certificate = certify(LIGHTNING)
     assert "gradient of net.1.weight" in certificate.first_difference
-    judge(certificate, LIGHTNING, "a mean of means", "trainer.fit(")
+    judge(certificate, LIGHTNING, "a mean of means", "cross_entropy(")
 
 
 BF16 = "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
@@ -570,7 +570,7 @@ REFUSED: dict[str, tuple[Changes, str]] = {
     # it was called a sum over samples: one process has the samples of all ranks in a batch
     "a loss that is divided by the batch size of a rank": (
         ((LOSS, "F.mse_loss(model(x), y, reduction='sum') / 8"),),
-        "the loss is divided by 8, the number of samples of a rank's batch",
+        "one process divides the loss by 8, the number of samples of a rank's batch",
     ),
     "a loss that is not a number": (((LOSS, f"{LOSS} * float('nan')"),), NOT_FINITE),
     # they were called comparisons of samples, and the scripts alike
