@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.callbacks.base import Callback
 from lockstep.data.window import Window
 from lockstep.extensions.replay.operations import OperationTrace, nudge
-from lockstep.extensions.replay.request import Findings, ReplayEnd, ReplayRequest
+from lockstep.extensions.replay.request import Findings, ReplayDone, ReplayEnd, ReplayRequest
 from lockstep.extensions.replay.rows import NoRows, take
 from lockstep.extensions.replay.window import PlacedMicroBatch, WindowAnalysis
 
@@ -114,7 +114,7 @@ class Player(Callback):
             if len(self._left_out) < len(request.without):
                 missing = sorted(set(request.without) - self._left_out)
                 self.found.notes.append(f"Not in these steps: {', '.join(map(str, missing))} of --without.")
-            raise ReplayEnd
+            raise ReplayDone
 
     def _traced(self, trainer: Trainer, running: Iterator[None]) -> Iterator[None]:
         """Run a window, and write the trace of its operations."""

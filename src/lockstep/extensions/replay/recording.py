@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import storage
 from lockstep.extensions.replay.hashes import TensorHash
-from lockstep.extensions.replay.request import ReplayEnd
+from lockstep.extensions.replay.request import ReplayDone
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.methods import replace_until
 from lockstep.loop.progress import BATCH_END, VALIDATED
@@ -69,7 +69,7 @@ def recording(session: Session) -> Iterator[None]:
         replace_until(end, strategy, "save_checkpoint", recorder.before(strategy.save_checkpoint))
         try:
             yield
-        except ReplayEnd:
+        except ReplayDone:
             recorder.write()
             raise
         except BaseException:

@@ -20,7 +20,11 @@ REQUEST = "request.json"
 
 
 class ReplayEnd(BaseException):
-    """Raised on all ranks after the last replayed step, to leave the script."""
+    """Raised to leave the script."""
+
+
+class ReplayDone(ReplayEnd):
+    """Raised on all ranks after the last replayed step."""
 
 
 @dataclass(frozen=True)
