@@ -143,14 +143,13 @@ class RanksAlone:
             )
         # both runs again, with a trace of the update
         override = f"{TRACE} {update}"
-        traced = self.runs.on_ranks(override)
-        changes: list[set[tuple[str, str]]] = [
-            {(call_lines(each), each["name"]) for each in run.find("call", changes=True)} for run in traced.ranks
-        ]
-        for where, name in sorted(set().union(*changes) - changes[0].intersection(*changes)):
+        ranks = self.runs.on_ranks(override)
+        # such as an average of weights that rank 0 alone updates
+        changes = [{(call_lines(each), each["name"]) for each in run.find("call", changes=True)} for run in ranks.ranks]
+        for where, name in sorted(changes[0].union(*changes) - changes[0].intersection(*changes)):
             return Reason(f"only some ranks change a tensor by {name}(), and the step depends on it", where)
         alone = self.runs.on_one(self.ranks, FOLLOW, override, order=(rank,))
-        line = first_other_line(traced.ranks[rank].find("call", late=False), alone.first.find("call", late=False))
+        line = first_other_line(ranks.ranks[rank].find("call", late=False), alone.first.find("call", late=False))
         return Reason(text, line, f"one process was fed the samples of rank {rank} only, up to step {update}")
 
     def _draws_own(self) -> bool:

@@ -45,7 +45,11 @@ class Calls:
         self._remaining = _MAX_CALLS
 
     def record(self, name: str, result: object) -> None:
-        """Record a call of the function ``name`` and its ``result``, if the current update is traced."""
+        """Record a call of the function ``name`` and its ``result``, if the current update is traced.
+
+        In the event, "changes" is True for a call that changes a tensor in place without autograd, and "late" for these
+        calls and for others without autograd after the backward.
+        """
         # most calls are of updates that are not traced: that is checked first
         if self._update != self.watch.updates or not self.watch.is_training or self.watch.in_loader:
             return

@@ -379,7 +379,8 @@ class Causes:
             factors.append(factor)
         if all(abs(factor - 1) < _SCALED for factor in factors):
             text = f"gradients are not averaged: no shard contains {shorten(plain)}, which fully_shard does not cover"
-            return Reason(f"{text}: call it on the whole model too", self.ranks.first.line_of("sharded data parallel"))
+            where = self.ranks.first.line_of("sharded data parallel")
+            return Reason(f"{text}: call it on the whole model too", where) if plain else None
         text = "each rank clips (scales) its shards by their own norm, not by that of the full gradient"
         scaled = self.runs.on_ranks(f"{TRACE} {self.update}").first.find("call", changes=True)
         where = self.clipping or (call_lines(scaled[-1]) if scaled else self.step["where"])

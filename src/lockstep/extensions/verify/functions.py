@@ -117,6 +117,7 @@ class Functions(TorchFunctionMode):
                 result = self._shared_draw(name, result)
         else:
             result = self._own_batches.cut(name, args, kwargs, result)
+        # such as the mean of the errors; later operations, such as a division, get this number
         is_number = isinstance(result, Tensor) and not result.dim() and result.requires_grad
         if is_number and not watch.loss_line and args and isinstance(args[0], Tensor) and args[0].dim():
             watch.loss_line = location()

@@ -59,6 +59,7 @@ class Steps:
         def add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
             add(optimizer, group)
             self._register(optimizer, optimizer.param_groups[-1]["params"])
+            # weights that are created during training: one process would draw other random values for them
             if self.watch.is_training and self.watch.settings.is_replay:
                 self._load_first_parameters(self._numbers[id(optimizer)])
 
