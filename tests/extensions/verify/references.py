@@ -285,17 +285,23 @@ def language_model(script: ModuleType, ranks: int, inputs: object) -> Iterator[P
 
 def cut_by_hand(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
     model = script.make_model()
-    x, y = script.make_data(128, 0)
+    x, y = script.make_data(192, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     share = 16 * ranks
-    orders = [torch.randperm(128, generator=torch.Generator().manual_seed(epoch)) for epoch in range(3)]
+    orders = [torch.randperm(192, generator=torch.Generator().manual_seed(epoch)) for epoch in range(3)]
     # the ranks take every ranks-th index: together their windows are windows of the order
-    steps = ([(x[i], y[i]) for i in order[at : at + share]] for order in orders for at in range(0, 128, share))
+    steps = ([(x[i], y[i]) for i in order[at : at + share]] for order in orders for at in range(0, 192, share))
 
     def before_step(step: int) -> None:
-        optimizer.param_groups[0]["lr"] = 0.05 * 0.5 ** (step // (128 // share))
+        optimizer.param_groups[0]["lr"] = 0.05 * 0.5 ** (step // (192 // share))
 
     return train(optimizer, steps, of(model, F.mse_loss), before_step)
+
+
+def optimizer_of_shards(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:
+    model = script.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return train(optimizer, windows(script.make_data(192), ranks, 8, 3), of(model, F.mse_loss))
 
 
 def windows_of_tokens(script: ModuleType, ranks: int, inputs: object) -> Iterator[Parameters]:

@@ -46,6 +46,35 @@ COUNTED = """\
         errors = (model(x) - y).square().squeeze(1) * counts
         loss = errors.sum() / counts.sum()
 """
+REDUCING = """\
+class Reducing(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            grad = p.grad.clone()
+            dist.all_reduce(grad)
+            p.add_(grad / world, alpha=-0.05)
+
+
+dist.init"""
+HOOKS = """\
+def average(p):
+    dist.all_reduce(p.grad)
+    p.grad.div_(world)
+
+
+model[2].bias.requires_grad = False
+for p in model.parameters():
+    if p.requires_grad:
+        p.register_post_accumulate_grad_hook(average)
+model[2].bias.requires_grad = True
+"""
+QUIET = """\
+def quiet(model):
+    return model.no_sync()
+
+
+"""
 CLIP = STEP.replace("optimizer.step()", "nn.utils.clip_grad_norm_(model.parameters(), 0.1 * world**0.5)")
 ITERABLE = """\
 class Squares(IterableDataset):
@@ -168,7 +197,7 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
             (LOSS, "F.mse_loss(scale(model(x)), y)"),
         ),
         "DistributedDataParallel does not cover them (they belong to a module outside it",
-        MODEL,
+        "optimizer = ",
     ),
     "features of other ranks that are gathered without their gradients": (
         (("for epoch", GATHER), (LOSS, CONTRASTIVE)),
@@ -196,6 +225,37 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
         (("        loss = ", COUNT + "        loss = "), (LOSS, "F.mse_loss(model(x), y, reduction='sum') / count")),
         "the loss is divided by a number that counts all ranks' samples, and DistributedDataParallel divides once more",
         "loss.backward()",
+    ),
+    "a collective within the optimizer's step that sums": (
+        ((MODEL, "make_model()"), ("torch.optim.SGD(", "Reducing("), ("dist.init", REDUCING.replace(" / world", ""))),
+        "Reducing reduces gradients in its step, but its update is not that of one process",
+        "dist.all_reduce(grad)",
+    ),
+    # it was called a window that is synchronized only in part
+    "a collective in a group of one rank": (
+        (
+            (MODEL, "make_model()"),
+            ("optimizer = ", "group = [dist.new_group([each]) for each in range(world)][rank]\noptimizer = "),
+            (STEP, AVERAGED.replace("p.grad)", "p.grad, group=group)", 1) + STEP),
+        ),
+        "not averaged by the collective that reduces gradients",
+        "dist.all_reduce(",
+    ),
+    # they were called averaged after the step
+    "parameters without the hooks that average": (
+        ((MODEL + "\n", f"make_model()\n{HOOKS}"),),
+        "gradients of 2.bias are not averaged by the collective that reduces gradients",
+        "dist.all_reduce(p.grad)",
+    ),
+    "a helper that enters no_sync in each backward": (
+        (
+            ("dist.init", QUIET + "dist.init"),
+            ("        loss = ", "        with quiet(model):\n            loss = "),
+            ("        loss.backward()", "            loss.backward()"),
+            ("        optimizer.zero_grad()\n", "            optimizer.zero_grad()\n"),
+        ),
+        "no_sync() covers the backward",
+        "with quiet(model)",
     ),
     "gradients that are averaged after the step": (
         ((MODEL, "make_model()"), (STEP, STEP + AVERAGED)),
@@ -270,7 +330,7 @@ def judge(certificate: Certificate, text: str, words: str, line: str) -> None:
 def test_samples_that_ranks_share_are_named(name: str, certify: Certify) -> None:
     changes, words = SAMPLERS[name]
     certificate = certify(changed(*changes))
-    judge(certificate, changed(*changes), words, "for i, (x, y)")
+    judge(certificate, changed(*changes), words, "for i, (x, y)" if "get the epoch" in words else "loader = ")
     if "seed for each rank" in name:
         assert "of 96 are on no rank" in certificate.first_difference
 
@@ -348,6 +408,17 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 """
 
 HEALTHY: dict[str, Changes] = {
+    # it was called different: no wrapper averages gradients
+    "an optimizer that reduces gradients in its step": (
+        (MODEL, "make_model()"),
+        ("torch.optim.SGD(", "Reducing("),
+        ("dist.init", REDUCING),
+    ),
+    # it was called different: gradients are averaged too late
+    "weights that are averaged after each step of SGD": (
+        (MODEL, "make_model()"),
+        (STEP, STEP + "        [(dist.all_reduce(p.data), p.data.div_(world)) for p in model.parameters()]\n"),
+    ),
     "a sampler of the script that draws with replacement for all ranks": ((SHARED_OUT, DRAWN), (SET_EPOCH, "")),
     "a new head in the second part of the training": (
         (
@@ -520,6 +591,7 @@ def test_a_mean_of_means_of_lightnings_is_named_with_the_modules_names(certify: 
     judge(certificate, LIGHTNING, "a mean of means", "cross_entropy(")
 
 
+SAME_NOISE = "torch.randn(x.shape, generator=noise)"
 BF16 = "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
 POLICY = ((MODEL + "\n", SHARDED.replace("fully_shard(model)", BF16)), (LOSS, "F.mse_loss(model(x).float(), y)"))
 OWN_NUMBERS = "each rank draws its own random numbers from Python's"
@@ -530,6 +602,13 @@ EXPECTED: dict[str, tuple[str, Changes]] = {
     "negatives": (
         "in-batch negatives",
         ((LOSS, "F.cross_entropy(-torch.cdist(model(x), y), torch.arange(len(x)))"),),
+    ),
+    "noise that is the same on all ranks": (
+        "all ranks draw the same random numbers for different samples at train.py:",
+        (
+            (RANK, f"{RANK}noise = torch.Generator().manual_seed(5)\n"),
+            (LOSS, f"F.mse_loss(model(x + 0.1 * {SAME_NOISE}), y)"),
+        ),
     ),
     "random": (OWN_NUMBERS, ((LOSS, "F.mse_loss(model(x * random.uniform(0.5, 1.5)), y)"),)),
     # with generators of their own, the code seemed to depend on the rank
@@ -580,7 +659,7 @@ REFUSED: dict[str, tuple[Changes, str]] = {
     ),
     "an optimizer that is older than the shards": (
         ((MADE_OF, ""), (MODEL + "\n", OLDER_OPTIMIZER)),
-        "create the optimizer after the call that replaces parameters",
+        "after calls that replace parameters, such as fully_shard",
     ),
 }
 

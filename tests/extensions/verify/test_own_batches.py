@@ -160,6 +160,18 @@ WRONG: dict[str, tuple[Changes, str, str]] = {
         "only some micro-batches of a window are synchronized",
         "optimizer.step()",
     ),
+    # it could not be told: one process has other batches
+    "a call past the wrapper, with batches that nothing records": (
+        (
+            *PLAIN,
+            (DRAW, "    made = torch.tensor([[random.random() for _ in range(8)] for _ in range(8)])\n"),
+            ("torch.manual_seed(10 + rank)", "random.seed(10 + rank)"),
+            ("x[at], y[at]", "made, made[:, :1].sin()"),
+            ("mse_loss(model(", "mse_loss(model.module("),
+        ),
+        "is called directly, not by its wrapper",
+        "model.module(",
+    ),
     "no wrapper": (
         (*PLAIN, ("DistributedDataParallel(make_model())", "make_model()")),
         "gradients are never averaged over the ranks",

@@ -34,7 +34,7 @@ class Noted(Runs):
 
     def on_simulated(self, world: int, steps: int) -> Recording:
         if world == 1:
-            return Recording((RankRecording(self.folder, Ending("done", steps)),))
+            return Recording((RankRecording(self.folder, Ending("done")),))
         ranks = []
         for number, (events, ending) in enumerate(zip(self.by_rank, self.endings, strict=True)):
             folder = self.folder / f"rank-{number}"
@@ -47,7 +47,7 @@ class Noted(Runs):
 
 
 def simulated(folder: Path, by_rank: list[Events], endings: list[Ending] | None = None) -> Certificate:
-    noted = Noted(folder, by_rank, endings or [Ending("done", 2)] * len(by_rank))
+    noted = Noted(folder, by_rank, endings or [Ending("done")] * len(by_rank))
     return Simulation(noted.request, noted).certify()
 
 
@@ -75,7 +75,7 @@ def test_a_rank_that_makes_another_collective_is_named(other: Events, words: str
 
 
 def test_a_rank_that_fails_where_one_does_not_is_named(tmp_path: Path) -> None:
-    ends = [Ending("done", 2), Ending("failed", 0, "RuntimeError: shape '[3, -1]' is invalid", "train.py:9")]
+    ends = [Ending("done"), Ending("failed", "RuntimeError: shape '[3, -1]' is invalid", "train.py:9")]
     certificate = simulated(tmp_path, [[GROUP], [GROUP]], ends)
     assert certificate.verdict == DIFFERENT
     assert certificate.first_difference.startswith("rank 1 of 2 failed: RuntimeError: shape '[3, -1]'")

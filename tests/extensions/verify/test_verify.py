@@ -182,7 +182,7 @@ def test_a_copy_may_lie_in_the_folder_by_a_relative_path(tmp_path: Path, monkeyp
     [
         (["train.py", "--devices", "1"], "--devices 1: pass numbers of ranks"),
         (["train.py", "--steps", "0"], "--steps: '0' is not a whole number of at least 1"),
-        (["train.py", "--patience", "0"], "--patience 0: pass a number of seconds"),
+        (["train.py", "--patience", "0"], "--patience: '0' is not a whole number of at least 1"),
         (["train.py", "--keep", "."], "--keep .: the folder exists"),
         (["nothing.py"], "nothing.py does not exist"),
         (["train.py", "--simulate", "1"], "--simulate: '1' is not a whole number of at least 2"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.extensions.verify import refusals
 from lockstep.extensions.verify.calls import TRACE, first_other_line
-from lockstep.extensions.verify.causes import call_lines, gradient_factor
+from lockstep.extensions.verify.causes import gradient_factor
 from lockstep.extensions.verify.compare import Reason, by_rank, own_gradients
 from lockstep.extensions.verify.diagnose import Parts
 from lockstep.extensions.verify.functions import KEPT, PERMUTED
@@ -18,6 +18,7 @@ from lockstep.extensions.verify.loaders import DRAWS
 from lockstep.extensions.verify.nudge import NUDGED, STILL, compares_samples
 from lockstep.extensions.verify.recordings import Recording
 from lockstep.extensions.verify.runs import Runs
+from lockstep.extensions.verify.settings import call_lines
 from lockstep.extensions.verify.steps import FOLLOW, strided_sums
 
 _TOLERANCE = 1e-6
@@ -35,8 +36,7 @@ OWN_NUMBERS = (
 UNSEEN = (
     "each rank's gradient equals that of one process with the rank's samples, but their mean is not the gradient of "
     "one process with all samples. Either the loss compares the samples of a batch, or each rank divides it by its own "
-    "counts. To find out which, add a layer whose output has one entry per sample, since the model has none: for "
-    "example nn.Linear"
+    "counts. To find out which, add a layer whose output has one entry per sample, such as nn.Linear"
 )
 
 
@@ -102,9 +102,10 @@ class RanksAlone:
                 if any(not (own - expected).abs().max().item() <= _TOLERANCE * scale for own, expected in pairs):
                     return AloneFinding(cause=self._explain_rank(rank, update, gradient_factor(pairs)))
         still, nudged = (self.runs.on_one(self.ranks, FOLLOW, word, order=(0,)) for word in (STILL, NUDGED))
+        made = str(self.ranks.first.find("backward")[0]["made"])
         compares = compares_samples(still.first.find("rows"), nudged.first.find("rows"))
         if compares:
-            return AloneFinding(nature=IN_BATCH)
+            return AloneFinding(nature=f"{IN_BATCH} ({made})")
         if self._draws_own():
             return AloneFinding(nature=OWN_NUMBERS)
         if compares is None:
@@ -112,7 +113,7 @@ class RanksAlone:
         counts_differ = Reason(
             "a mean of means: each rank divides parts of its loss by its own counts (of tokens, boxes, masked "
             "samples), and the counts differ",
-            str(self.ranks.first.find("backward")[0]["made"]),
+            made,
             "each rank's gradient is what one process computes for its samples, and no sample's loss depends on others",
         )
         return AloneFinding(cause=counts_differ)
@@ -145,7 +146,10 @@ class RanksAlone:
         override = f"{TRACE} {update}"
         ranks = self.runs.on_ranks(override)
         # such as an average of weights that rank 0 alone updates
-        changes = [{(call_lines(each), each["name"]) for each in run.find("call", changes=True)} for run in ranks.ranks]
+        changes = [
+            {(call_lines(each["stack"]), each["name"]) for each in run.find("call", changes=True)}
+            for run in ranks.ranks
+        ]
         for where, name in sorted(changes[0].union(*changes) - changes[0].intersection(*changes)):
             return Reason(f"only some ranks change a tensor by {name}(), and the step depends on it", where)
         alone = self.runs.on_one(self.ranks, FOLLOW, override, order=(rank,))

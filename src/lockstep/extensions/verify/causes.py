@@ -20,6 +20,7 @@ from lockstep.extensions.verify.compare import (
     Difference,
     Reason,
     align,
+    are_equal,
     by_rank,
     clips_first,
     own_gradients,
@@ -28,17 +29,13 @@ from lockstep.extensions.verify.compare import (
 )
 from lockstep.extensions.verify.diagnose import Parts, Shares
 from lockstep.extensions.verify.own_batches import JOINED
-from lockstep.extensions.verify.recordings import Event, Recording, place_of
+from lockstep.extensions.verify.recordings import SCALARS, Event, Recording, place_of
 from lockstep.extensions.verify.runs import Runs
+from lockstep.extensions.verify.settings import call_lines
 
 _SCALED = 1e-5
 """Smallest deviation of a factor from 1 at which a gradient counts as scaled."""
-_SCALARS: tuple[list[int], list[int]] = ([], [1])
-"""Shapes of single numbers."""
 _OWN_METRIC = "a scheduler uses a value that differs between ranks, such as a loss that is not averaged over them"
-
-Retry = Callable[[str], bool]
-"""Runs ranks and one process again with an override, such as "clipping". Returns True if they then agree."""
 
 
 @dataclass
@@ -50,7 +47,6 @@ class Causes:
         ranks: the run on ranks.
         single: the run of one process.
         runs: makes more runs.
-        retry: returns True if ranks and one process agree when both run with an override.
         splits_model: True if ranks have parts of a model.
         unknown: after `find`, why the difference may be a property of the check, or "".
     """
@@ -59,7 +55,6 @@ class Causes:
     ranks: Recording
     single: Recording
     runs: Runs
-    retry: Retry
     splits_model: bool
     unknown: str = ""
 
@@ -72,15 +67,29 @@ class Causes:
         self.clipping = self.ranks.first.line_of("clipped")
 
     @property
-    def are_certain(self) -> bool:
-        """True if the ranks differ from one process even though no loader guarantees that it had their samples.
+    def ranks_disagree(self) -> bool:
+        """True if the ranks differ from each other, whatever samples one process had."""
+        # weights that are averaged after a step differ before; then only the samples show if the steps are right
+        if self.difference.kind == RATES or (not self.update and self.ranks.reduced_after_step):
+            return self.difference.kind == RATES and bool(self.difference.ranks)
+        is_first = self.difference.kind == FIRST
+        file = ("first", self.step["optimizer"]) if is_first else ("parameters", self.update)
+        # only parameters that each rank has in full: others have parts of them
+        whole, *found = (rank.load(*file) for rank in (self.single.first, *self.ranks.ranks))
+        shapes = [{key: getattr(value, "shape", None) for key, value in each.items()} for each in (whole, *found)]
+        return all(each == shapes[0] for each in shapes) and not are_equal(found)
 
-        That is so if the ranks differ from each other, or if the gradient of one process consists of the gradients of
-        all ranks. A constant factor may be that of a batch size, if the script makes smaller batches in one process.
+    @property
+    def is_joined(self) -> bool:
+        """True if one process had the samples of all ranks, although no loader guarantees it.
+
+        That is so if its gradient consists of the gradients of all ranks. A constant factor may be that of a batch
+        size, if the script makes smaller batches in one process.
         """
-        if self.difference.kind != GRADIENTS:
-            return self.difference.kind in (FIRST, CLIPPED, RATES) and bool(self.difference.ranks)
-        grows = any(event["grows"] for event in self.single.first.find(JOINED))
+        joined = self.single.first.find(JOINED)
+        if not joined or self.difference.kind not in (GRADIENTS, CLIPPED, PARAMETERS):
+            return False
+        grows = any(event["grows"] for event in joined)
         parts = Parts(self.ranks, self.update)
         if not parts.are_known:
             return not grows
@@ -131,7 +140,7 @@ class Causes:
             for run in (self.ranks, self.single)
         )
         if self.difference.ranks and scheduled:
-            return Reason(_OWN_METRIC, call_lines(scheduled[-1]))
+            return Reason(_OWN_METRIC, call_lines(scheduled[-1]["stack"]))
         if self.difference.ranks:
             return Reason(
                 "ranks use different learning rates: compute the rate from values that are the same on all ranks",
@@ -142,7 +151,7 @@ class Causes:
                 f"the scheduler is stepped {len(scheduled)} times on each rank, but {len(in_single)} times in one "
                 "process: the learning rate runs ahead by the number of ranks"
             )
-            return Reason(text, call_lines(scheduled[-1]))
+            return Reason(text, call_lines(scheduled[-1]["stack"]))
         return Reason("the learning rate depends on the number of ranks", self.step["where"])
 
     # -- gradients
@@ -164,7 +173,8 @@ class Causes:
         names = ""
         if len(deviating) < len(parts.keys):
             names = shorten([self.step["names"][key] for key in deviating])
-        if all(parts.is_own(gradient, rank, deviating) for rank, gradient in enumerate(gradients)):
+        are_own = [parts.is_own(gradient, rank, deviating) for rank, gradient in enumerate(gradients)]
+        if all(are_own) or all(each.is_of(rank) for rank, each in enumerate(shares)):
             is_mean = self._shares_of_single(parts).all_are(1 / self.size)
             proof = "the mean of the ranks' own gradients is the gradient of one process" if is_mean else ""
             return self._explain_missing_average(names, set(deviating), proof)
@@ -180,27 +190,27 @@ class Causes:
         what = f"gradients of {names} are" if names else "gradients are"
         bypassed = self.ranks.first.find("bypassed")
         uncovered = keys - set(self.step["covered"])
-        is_wrapped = self.ranks.has("wrapped")
-        if not is_wrapped and not self._reducing_line():
-            # a reduction of gradients after this step, before the next backward
-            events = self.ranks.first.find("collective", name="all_reduce", update=self.update + 1, backwards=0)
-            late = next((event for event in events if event["shape"] not in _SCALARS), None)
-            if late is not None:
-                text = f"{what} not averaged before the step: the script averages them after it, which is too late"
-                return Reason(text, call_lines(late), proof)
+        is_wrapped, reducing = self.ranks.has("wrapped"), self._reducing_line()
+        if not is_wrapped and reducing:
+            why = "it leaves them out, or uses a group without all ranks, or a copy"
+            return Reason(f"{what} not averaged by the collective that reduces gradients: {why}", reducing, proof)
+        if not is_wrapped and self.ranks.reduced_after_step:
+            text = f"{what} not averaged before the step: the script averages them after it, which is too late"
+            return Reason(text, call_lines(self.ranks.reduced_after_step[0]["stack"]), proof)
         if not is_wrapped:
             text = f"{what} never averaged over the ranks: no wrapper around the model does that"
             return Reason(text, self.last_backward, proof)
         if bypassed:
             name = bypassed[0]["name"]
             text = f"{what} not averaged: {name} is called directly, not by its wrapper (DistributedDataParallel)"
-            return Reason(text, call_lines(bypassed[0]), proof)
+            return Reason(text, call_lines(bypassed[0]["stack"]), proof)
         if uncovered and names:
             text = (
-                f"{what} not averaged: DistributedDataParallel does not cover them (they belong to a module outside "
-                "it, were added or made trainable after it was created, or are ignored)"
+                f"{what} not averaged: the optimizer has them, but DistributedDataParallel does not cover them (they "
+                "belong to a module outside it, were added or made trainable after it was created, or are ignored)"
             )
-            return Reason(text, self.ranks.first.line_of("wrapped"), proof)
+            added = [event["where"] for event in self.ranks.first.find("added") if uncovered & set(event["keys"])]
+            return Reason(text, added[-1] if added else "", proof)
         where = self.last_backward
         if self.backwards and not self.backwards[-1]["synchronizes"]:
             last = "the last backward of a window" if len(self.backwards) > 1 else "the backward"
@@ -236,11 +246,8 @@ class Causes:
         if math.isfinite(ratio) and self.ranks.is_sharded:
             text = f"gradients are clipped (scaled) by a norm that is {1 / ratio:.4g} times that of the full gradient"
             return Reason(f"{text}: it does not count each shard once", self._norm_line(), proof)
-        if self.single.has("clipped") and self.retry("clipping"):
-            text = "clipping: the norm is not that of the full gradient"
-            return Reason(text, self.clipping, "without clipping the runs agree")
         text = "gradients are scaled (perhaps clipped) before the step, but not by the same factor as in one process"
-        return Reason(text, self.step["where"], proof)
+        return Reason(text, self.clipping or self.step["where"], proof)
 
     def _explain_scaling(self, names: str, factors: Sequence[float]) -> Reason:
         """Explain gradients that are the mean over ranks times a factor that differs between ranks."""
@@ -279,10 +286,10 @@ class Causes:
         constant = shares.constant()
         if constant is not None:
             return self._explain_loss(constant * self.size)
-        if not shares.fits or not shares.sum_to_one or min(shares.first_micro_batches()) < 1e-6:
+        if not shares.fits or not shares.sum_to_one or shares.weights[:, 0].min() < 1e-6:
             # a rank's gradient is then not the gradient of its samples, or one process did not use all samples
             return None
-        weights = "; ".join(f"rank {rank}: {weight:.3g}" for rank, weight in enumerate(shares.first_micro_batches()))
+        weights = "; ".join(f"rank {rank}: {weight:.3g}" for rank, weight in enumerate(shares.most_uneven()))
         proof = f"weights of the ranks' gradients in one process: {weights}; in the mean over ranks {1 / self.size:.3g}"
         text = "a mean of means: each rank divides its loss by its own count, and the counts differ"
         return Reason(text, self.loss_line, proof)
@@ -324,7 +331,7 @@ class Causes:
         if divisor is not None and _near(divisor / (in_single or 1.0), self.size):
             return Reason(f"the loss is divided by the number of ranks, and {again}", where, proof)
         sums = first.find("collective", name="all_reduce", update=self.update, backwards=0)
-        if divisor is not None and any(event["shape"] in _SCALARS for event in sums):
+        if divisor is not None and any(event["shape"] in SCALARS for event in sums):
             text = f"the loss is divided by a number that counts all ranks' samples, and {again}"
             return Reason(f"{text}: multiply it by the number of ranks", where, proof)
         gathers = first.find("collective", name="all_gather", update=self.update, backwards=0, training=True)
@@ -333,7 +340,7 @@ class Causes:
                 "the loss uses values gathered from all ranks, but all_gather passes no gradient to the other ranks: "
                 "use torch.distributed.nn.functional.all_gather"
             )
-            return Reason(text, call_lines(gathers[0]), proof)
+            return Reason(text, call_lines(gathers[0]["stack"]), proof)
         text = "the loss is a sum over samples: a mean over ranks divides it by their number"
         return Reason(text, where, proof)
 
@@ -383,7 +390,7 @@ class Causes:
             return Reason(f"{text}: call it on the whole model too", where) if plain else None
         text = "each rank clips (scales) its shards by their own norm, not by that of the full gradient"
         scaled = self.runs.on_ranks(f"{TRACE} {self.update}").first.find("call", changes=True)
-        where = self.clipping or (call_lines(scaled[-1]) if scaled else self.step["where"])
+        where = self.clipping or (call_lines(scaled[-1]["stack"]) if scaled else self.step["where"])
         return Reason(text, where, f"the gradients are {_format(factors)} times those of one process, by rank")
 
     # -- clipping and updates
@@ -406,6 +413,10 @@ class Causes:
     def _explain_update(self) -> Reason:
         proof = "the gradients before the step agree"
         name, where = self.step["name"], self.step["where"]
+        if self.ranks.reduced_in_step:
+            why = "it takes a sum in place of a mean, or every rank adds a term, such as a weight decay"
+            text = f"{name} reduces gradients in its step, but its update is not that of one process: {why}"
+            return Reason(text, call_lines(self.ranks.reduced_in_step[0]["stack"]))
         if self.ranks.is_sharded or len(self.difference.ranks) == self.size:
             text = (
                 f"{name} computes a different update from the same gradients: on each rank it uses only a shard of a "
@@ -427,13 +438,16 @@ class Causes:
     def _norm_line(self) -> str:
         """Return the source line that all-reduces a norm after the backward, or else the line that clips or steps."""
         events = self.ranks.first.find("collective", update=self.update)
-        sums = [event for event in events if event["backwards"] and event["shape"] in _SCALARS]
-        return call_lines(sums[0]) if sums else self.clipping or str(self.step["where"])
+        sums = [event for event in events if event["backwards"] and event["shape"] in SCALARS]
+        return call_lines(sums[0]["stack"]) if sums else self.clipping or str(self.step["where"])
 
     def _reducing_line(self) -> str:
         """Return the script's line that reduces gradients after a backward of this update, or "" if there is none."""
-        events = [event for event in self.ranks.first.find("collective", update=self.update) if event["backwards"]]
-        return next((call_lines(event) for event in events if event["name"] in ("all_reduce", "reduce")), "")
+        events = self.ranks.first.find("collective", update=self.update)
+        # torch reduces in a backward as well, such as SyncBatchNorm
+        own = {event["where"] for event in self.backwards}
+        events = [event for event in events if event["backwards"] and event["where"] not in own]
+        return next((call_lines(event["stack"]) for event in events if event["name"] in ("all_reduce", "reduce")), "")
 
 
 def own_metric(ranks: Recording) -> tuple[Difference, Reason] | None:
@@ -445,7 +459,7 @@ def own_metric(ranks: Recording) -> tuple[Difference, Reason] | None:
         text = f"ReduceLROnPlateau decides by {by_rank((rank, f'{each:.6g}') for rank, each in enumerate(values))}"
         update = calls[0]["update"]
         difference = Difference(RATES, update, update, "", tuple(range(len(values))), text=text)
-        return difference, Reason(_OWN_METRIC, call_lines(calls[0]), "the ranks pass different numbers")
+        return difference, Reason(_OWN_METRIC, call_lines(calls[0]["stack"]), "the ranks pass different numbers")
     return None
 
 
@@ -462,12 +476,6 @@ def gradient_factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
     ratio = top / bottom
     rest = sum((a.double() - ratio * b.double()).square().sum().item() for a, b in pairs)
     return ratio if rest <= 1e-10 * bottom * ratio**2 else None
-
-
-def call_lines(event: Event) -> str:
-    """Return the line of a recorded call, with the line that called the enclosing function, if any."""
-    lines = list(dict.fromkeys(event["stack"][:2]))
-    return ", called at ".join(lines) if len(lines) > 1 else str(event["where"])
 
 
 def _near(value: float, wanted: float) -> bool:

@@ -21,7 +21,7 @@ from lockstep.extensions.verify.forwards import Forwards
 from lockstep.extensions.verify.functions import Functions
 from lockstep.extensions.verify.groups import Groups
 from lockstep.extensions.verify.loaders import Loaders
-from lockstep.extensions.verify.settings import HOME, Settings, is_user_code, location, short
+from lockstep.extensions.verify.settings import HOME, Settings, call_lines, is_user_code, location, short, stack
 from lockstep.extensions.verify.steps import Steps
 from lockstep.extensions.verify.watch import Stop, Watch, patch
 
@@ -40,7 +40,7 @@ def run(settings: Settings) -> None:
     set_seed = torch.manual_seed
 
     def manual_seed(seed: int) -> torch.Generator:
-        watch.journal.record("seeded", seed=int(seed), where=location())
+        watch.journal.record("seeded", seed=int(seed), where=call_lines(stack()))
         return set_seed(seed)
 
     patch(torch, "manual_seed", manual_seed)
@@ -69,23 +69,21 @@ def run(settings: Settings) -> None:
         with Functions(watch):
             _start(list(settings.words))
     except Stop:
-        watch.journal.end("done", steps=watch.steps)
+        watch.journal.end("done")
     except SystemExit as error:
         status = "failed" if error.code else "ended"
         message = f"SystemExit: {error.code}" if isinstance(error.code, str) else f"exit code {error.code}"
-        watch.journal.end(status, steps=watch.steps, message=message, where=_last_line(error.__traceback__))
+        watch.journal.end(status, message=message, where=_last_line(error.__traceback__))
     except BaseException as error:
         if watch.is_done:
             # the script may fail because its epoch has ended early
-            watch.journal.end("done", steps=watch.steps)
+            watch.journal.end("done")
             return
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"[:2000]
-        if isinstance(error, IndexError) and "sys.argv" in traceback.format_exc():
-            message += " of sys.argv"
-        watch.journal.end("failed", steps=watch.steps, message=message, where=_last_line(error.__traceback__))
+        watch.journal.end("failed", message=message, where=_last_line(error.__traceback__))
     else:
-        watch.journal.end("ended", steps=watch.steps)
+        watch.journal.end("ended")
     finally:
         for module in list(sys.modules.values()) if settings.moved else ():
             file = getattr(module, "__dict__", {}).get("__file__") or ""
@@ -103,7 +101,7 @@ def _leave(watch: Watch, leave: Callable[[int], NoReturn], process: int, code: i
     """Record how the script ended, unless this was done or the process is another one, and leave the process."""
     if os.getpid() == process and not (watch.journal.folder / "end.json").exists():
         status = "done" if watch.is_done else "failed" if code else "ended"
-        watch.journal.end(status, steps=watch.steps, message=f"exit code {code}", where=location())
+        watch.journal.end(status, message=f"exit code {code}", where=location())
     leave(code)
 
 

@@ -51,8 +51,6 @@ def verify(words: Sequence[str]) -> int:
     kinds = [name for name in ("simulate", "resume", "against") if getattr(options, name)]
     if len(kinds) > 1:
         raise MisconfigurationException(f"--{' --'.join(kinds)}: run a separate command for each")
-    if options.patience <= 0:
-        raise MisconfigurationException(f"--patience {options.patience:g}: pass a number of seconds above 0")
     if options.keep is not None and Path(options.keep).exists():
         raise MisconfigurationException(
             f"--keep {options.keep}: the folder exists already. Pass the name of a new folder"
@@ -107,8 +105,8 @@ def _parser() -> CommandParser:
     add("--simulate", type=number_from(2), metavar="N", help="run two steps on each of N ranks, a few at a time and "
         "without the others, and compare their collectives, in place of ranks with one process")  # fmt: skip
     add("--output", default=".", metavar="FOLDER", help="where certificate.json and certificate.md go (default: here)")
-    add("--patience", type=float, default=90.0, metavar="S", help="seconds without any event of a rank after which it "
-        "counts as stuck; a run may take ten times as long (default: 90)")  # fmt: skip
+    add("--patience", type=number_from(1), default=90, metavar="S", help="seconds without any event of a rank after "
+        "which it counts as stuck; a run may take ten times as long (default: 90)")  # fmt: skip
     add("--report", default="audit.md", metavar="FILE", help="page with the verdicts on the scripts that a .toml file "
         "lists (default: audit.md); devices and steps are fields of the file")  # fmt: skip
     add("--keep", metavar="FOLDER", help="keep the recordings in a new folder (default: they are deleted)")

@@ -131,9 +131,8 @@ class Comparison:
         largest: largest difference that passed, by kind.
         course: for each update the largest difference of gradients, as a fraction of the largest.
         sizes: by kind and update, the largest difference as a fraction of the largest value.
-        untouched: names of parameters without a gradient.
-        zero: names of parameters whose gradient was zero in all steps, or rounding compared with the largest.
-        zero_share: the fraction of a model's elements that are in `untouched` or `zero`.
+        untrained: names of parameters that got no gradient in any step, or only rounding compared with the largest.
+        untrained_share: the fraction of a model's elements that are in `untrained`.
         vacuous: reasons why agreement would prove nothing.
         samples: outcome of the comparison of samples, if they do not differ.
     """
@@ -143,9 +142,8 @@ class Comparison:
     largest: dict[str, float] = field(default_factory=dict)
     course: list[float] = field(default_factory=list)
     sizes: dict[tuple[str, int], float] = field(default_factory=dict)
-    untouched: list[str] = field(default_factory=list)
-    zero: list[str] = field(default_factory=list)
-    zero_share: float = 0.0
+    untrained: list[str] = field(default_factory=list)
+    untrained_share: float = 0.0
     vacuous: list[str] = field(default_factory=list)
     samples: str = "each once"
 
@@ -231,9 +229,17 @@ class Numbers:
             is_clipped = all(each.load("unclipped", update) for each in both) and not clips_first(self.ranks, update)
             if is_clipped:
                 self._compare_tensors(GRADIENTS, "unclipped", event, update)
-            self._compare_tensors(CLIPPED if is_clipped else GRADIENTS, "gradients", event, update)
+            are_own = not are_equal([rank.load("gradients", update) for rank in self.ranks.ranks])
+            # steps with a rank's own gradients are as good if weights are averaged later, and the step is linear
+            starts = [rank.load("first", event["optimizer"]) for rank in self.ranks.ranks]
+            is_averaged_later = are_own and bool(self.ranks.reduced_after_step) and are_equal(starts)
+            # an optimizer that reduces gradients itself gets those of its rank
+            if not (are_own and self.ranks.reduced_in_step):
+                kind = CLIPPED if is_clipped else GRADIENTS
+                self._compare_tensors(kind, "gradients", event, update, is_averaged_later)
             self._mark_rounding(update)
-            self._compare_tensors(PARAMETERS, "parameters", event, update)
+            if not is_averaged_later:
+                self._compare_tensors(PARAMETERS, "parameters", event, update)
             self._compare_tensors(BUFFERS, "buffers", event, update)
         self._compare_steps()
         self._check_vacuous()
@@ -267,15 +273,18 @@ class Numbers:
 
     # -- tensors
 
-    def _compare_tensors(self, kind: str, file: str, event: Event, number: int) -> None:
+    def _compare_tensors(self, kind: str, file: str, event: Event, number: int, average: bool = False) -> None:
         """Compare the tensors that both runs have written to a kind of file, for example "gradients".
 
-        ``number`` is the number of the update or, for the file "first", the number of the optimizer.
+        ``number`` is the number of the update or, for the file "first", the number of the optimizer. With ``average``,
+        the mean over the ranks is compared.
         """
         expected = self.single.assembled(file, number)[0]
         found = self.ranks.assembled(file, number)
         if not all(found) or not expected:
             return
+        if average:
+            found = [{key: _mean([values.get(key) for values in found]) for key in found[0]}] * len(found)
         scale = _largest_of(expected)
         worst = 0.0
         for key, reference in expected.items():
@@ -364,16 +373,17 @@ class Numbers:
                 elements[name] = 0 if new is None else new.numel()
                 if not has_moved and old is not None and new is not None:
                     has_moved = not torch.equal(old, new)
-        zero = [name for name, own in sizes.items() if not any(own)]
-        result.untouched = [name for name in zero if not sizes[name]]
-        result.zero = [name for name in zero if sizes[name]]
-        result.zero_share = sum(elements[name] for name in zero) / max(sum(elements.values()), 1)
+        result.untrained = [name for name, own in sizes.items() if not any(own)]
+        result.untrained_share = sum(elements[name] for name in result.untrained) / max(sum(elements.values()), 1)
         all_sizes = [size for own in sizes.values() for size in own]
         losses = {event["loss"] for event in self.ranks.first.find("backward")} - {None}
         if not all(map(math.isfinite, all_sizes)):
             result.vacuous.append(NOT_FINITE)
-        elif zero and not any(all_sizes):
-            result.vacuous.append(_why_no_gradient(events, result.untouched))
+        elif result.untrained and not any(all_sizes):
+            result.vacuous.append(
+                "no parameter of the optimizer gets a gradient: create the optimizer with the parameters that the loss "
+                "depends on, and after calls that replace parameters, such as fully_shard"
+            )
         elif events and not has_moved:
             result.vacuous.append(
                 "no step changes a parameter: use a learning rate above 0 in the first steps, or more --steps"
@@ -440,19 +450,9 @@ def _concatenated(parts: Sequence[Tensor], dim: int) -> Tensor | None:
         return None
 
 
-def _why_no_gradient(events: Sequence[Event], untouched: Sequence[str]) -> str:
-    """Explain why no parameter has a gradient, and suggest a fix."""
-    if all(event["unknown"] and len(event["unknown"]) == len(event["names"]) for event in events):
-        return (
-            "the optimizer's parameters belong to no module that is called, and get no gradient: create the optimizer "
-            "after the call that replaces parameters, such as fully_shard"
-        )
-    if untouched:
-        return (
-            "no parameter of the optimizer gets a gradient: create it with model.parameters(), and call backward "
-            "before its step"
-        )
-    return "all gradients are zero, so that nothing is trained: make the loss depend on the parameters"
+def _mean(values: Sequence[Tensor | None]) -> Tensor | None:
+    there = [value for value in values if value is not None]
+    return sum(there[1:], there[0]) / len(values) if there else None
 
 
 def _largest(value: Tensor | None) -> float:

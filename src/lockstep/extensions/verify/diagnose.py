@@ -42,6 +42,11 @@ class Shares:
         """Return True if all micro-batches have this weight in the gradient."""
         return self.fits and bool((self.weights - weight).abs().max() < 1e-5 * max(1.0, abs(weight)))
 
+    def is_of(self, rank: int) -> bool:
+        """Return True if only a rank's own micro-batches are in the gradient."""
+        own = self.weights[rank].abs().sum()
+        return self.fits and self.is_unique and bool(self.weights.abs().sum() - own < 1e-5 * own)
+
     @property
     def sum_to_one(self) -> bool:
         """True if, for each micro-batch, the ranks' weights add up to 1, as they do in a mean over samples."""
@@ -52,9 +57,10 @@ class Shares:
         mean = self.weights.mean().item()
         return mean if self.all_are(mean) else None
 
-    def first_micro_batches(self) -> list[float]:
-        """Return a list with the weight of each rank's first micro-batch, in order of rank."""
-        return [round(weight, 4) for weight in self.weights[:, 0].tolist()]
+    def most_uneven(self) -> list[float]:
+        """Return each rank's weight of the micro-batch whose weights differ most between ranks, in order of rank."""
+        column = int((self.weights.amax(0) - self.weights.amin(0)).argmax())
+        return [round(weight, 4) for weight in self.weights[:, column].tolist()]
 
     def rounded(self) -> list[float]:
         """Return the weights of all micro-batches, rank by rank, rounded for a message."""

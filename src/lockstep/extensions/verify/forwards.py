@@ -22,7 +22,7 @@ from lockstep.extensions.verify.float64 import widen, widen_module
 from lockstep.extensions.verify.imports import MIXED_PRECISION
 from lockstep.extensions.verify.loaders import fingerprint
 from lockstep.extensions.verify.nudge import Nudge
-from lockstep.extensions.verify.settings import is_user_code, location, stack
+from lockstep.extensions.verify.settings import call_lines, is_user_code, location, stack
 from lockstep.extensions.verify.watch import Watch, patch
 
 _ROUNDING_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
@@ -51,7 +51,6 @@ class Forwards:
         self._shards_synchronize = True  # the newest set_requires_gradient_sync of fully_shard's modules
         self._forwards = 0
         self._nudge = Nudge(watch)
-        self._in_backward = False
 
     def install(self) -> None:
         """Start to observe: register module hooks, and wrap functions of torch."""
@@ -91,11 +90,10 @@ class Forwards:
             if self._forwards < _MAX_FORWARDS:
                 self._forwards += 1
                 tensors = [leaf for leaf in tree_leaves(args) if type(leaf) is Tensor]
-                on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu"]
                 watch.journal.record(
                     "forward",
                     module=type(module).__name__,
-                    inputs=fingerprint(on_cpu) if tensors else "",
+                    inputs=fingerprint(tensors) if tensors else "",
                     rows=[len(tensor) for tensor in tensors if tensor.dim()],
                     update=watch.updates,
                 )
@@ -134,7 +132,7 @@ class Forwards:
 
         @functools.wraps(no_sync)
         def no_sync_recorded(wrapper: DistributedDataParallel) -> Any:
-            watch.journal.record_once("no_sync", where=location())
+            watch.journal.record_once("no_sync", where=call_lines(stack()))
             return no_sync(wrapper)
 
         @functools.wraps(register)
@@ -223,10 +221,10 @@ class Forwards:
     @contextmanager
     def _one_backward(self, loss: Tensor) -> Iterator[None]:
         """Record and count one backward from ``loss``. Ignore a backward that runs inside another one."""
-        if self._in_backward:
+        if self.watch.in_backward:
             yield
             return
-        self._in_backward = True
+        self.watch.in_backward = True
         try:
             is_synchronized = self._shards_synchronize and all(
                 wrapper.require_backward_grad_sync for wrapper in self._wrappers
@@ -244,7 +242,7 @@ class Forwards:
             self.watch.loss_line = ""
             yield
         finally:
-            self._in_backward = False
+            self.watch.in_backward = False
             self.watch.backwards += 1
 
     # -- names

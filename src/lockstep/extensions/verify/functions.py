@@ -21,6 +21,9 @@ from lockstep.extensions.verify.watch import Watch, patch
 KEPT = ("own draw", "rank 0's draw")
 """Kinds of events for a draw in which one process keeps its own random numbers, or uses rank 0's for all ranks."""
 
+SAME = "same draw"
+"""Kind of the event for random numbers of samples that are the same on all ranks."""
+
 PERMUTED = "joined permutation"
 """Kind of the event for a permutation that joins those of the ranks; a script may use only a part of it."""
 
@@ -149,8 +152,11 @@ class Functions(TorchFunctionMode):
         if shared is None:
             self._record("own draw", name)
             return result
-        if shared is parts[0] and any(not torch.equal(part, shared) for part in parts):
+        are_same = all(torch.equal(part, parts[0]) for part in parts)
+        if shared is parts[0] and not are_same:
             self._record("rank 0's draw", name)
+        elif shared is not parts[0] and are_same and len(parts) > 1:
+            self._record(SAME, name)
         if name.endswith("_"):
             with torch.no_grad():
                 return result.copy_(shared)

@@ -26,7 +26,7 @@ from lockstep.extensions.verify.float64 import widen
 from lockstep.extensions.verify.nudge import NUDGED, move_batch
 from lockstep.extensions.verify.processes import Ending
 from lockstep.extensions.verify.recordings import Event, RankRecording
-from lockstep.extensions.verify.settings import location, stack
+from lockstep.extensions.verify.settings import call_lines, location, stack
 from lockstep.extensions.verify.watch import Stop, Watch, patch
 
 DRAWS = "draws"
@@ -83,13 +83,13 @@ class KnownLoader:
     Attributes:
         loader: the loader; the reference keeps another one from getting its id.
         place: number of loaders that were created before it.
-        lines: lines of the script that created it.
+        lines: lines of the script that created it; empty for a copy of another loader.
         iterated_at: number of loaders that existed when it was last iterated.
     """
 
     loader: DataLoader[Any]
     place: int
-    lines: tuple[str, ...]
+    lines: tuple[str, ...] = ()
     iterated_at: int = 0
 
 
@@ -140,10 +140,10 @@ class Loaders:
 
         Loaders that a script creates for each epoch share one number: the same lines create them, one after another.
         """
-        known = self._known.get(id(loader)) or KnownLoader(loader, len(self._known), (f"a copy {id(loader)}",))
+        known = self._known.get(id(loader)) or KnownLoader(loader, len(self._known))
         self._known[id(loader)] = known
         for number, other in enumerate(self._numbered):
-            if other is known or (other.lines == known.lines and other.iterated_at <= known.place):
+            if other is known or (known.lines and other.lines == known.lines and other.iterated_at <= known.place):
                 self._numbered[number] = known
                 break
         else:
@@ -246,8 +246,6 @@ class Loaders:
         dataset, sampler = loader.dataset, loader.sampler
         is_sized = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
         batches = loader.batch_sampler if loader.batch_sampler is not None else sampler
-        # a batch sampler of the user's hides what its sampler draws
-        own = None if type(batches) is BatchSampler else type(batches).__name__
         whole: Any = dataset
         while isinstance(whole, Subset):
             whole = whole.dataset
@@ -258,8 +256,7 @@ class Loaders:
             dataset=type(dataset).__name__,
             size=_length(dataset) if is_sized else None,
             cut=isinstance(dataset, Subset),
-            sampler=own or type(sampler).__name__,
-            drawn=_length(sampler) if own is None else None,
+            sampler=type(sampler if type(batches) is BatchSampler else batches).__name__,
             batch_size=loader.batch_size,
             replacement=bool(getattr(sampler, "replacement", False)),
             shared_out=isinstance(sampler, DistributedSampler),
@@ -270,9 +267,8 @@ class Loaders:
             length=_length(batches),
             data=id(dataset),
             probe=_probe(whole) if is_sized and iteration == 0 else None,
-            grad=torch.is_grad_enabled(),
-            step=self.watch.steps,
             where=location(),
+            created=call_lines(self._known[id(loader)].lines or stack()),
         )
 
     def _record_batches(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:

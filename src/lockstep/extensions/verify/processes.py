@@ -34,18 +34,16 @@ _DEADLOCK_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Ending:
-    """Result of a process that has ended: its status, its number of optimizer steps and its error.
+    """Result of a process that has ended: its status and its error.
 
     Attributes:
         status: "done" (the steps were made), "ended" (the script ended first), "failed", "killed" (by the system) or
             "stuck" (no progress).
-        steps: optimizer steps that the process made.
         message: message of the error.
         where: line of the script in which the process failed.
     """
 
     status: str
-    steps: int = 0
     message: str = ""
     where: str = ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,10 @@ from lockstep.extensions.verify.processes import Ending
 
 Event = dict[str, Any]
 """An event of the journal: its kind, and values by name. Each kind has its own names."""
+
+
+SCALARS: tuple[list[int], list[int]] = ([], [1])
+"""Shapes of single numbers."""
 
 
 class TensorPart(TypedDict):
@@ -186,6 +191,20 @@ class Recording:
                 tensors[key] = whole
             assembled.append(tensors)
         return assembled
+
+    @cached_property
+    def reduced_in_step(self) -> list[Event]:
+        """Calls of collectives by which an optimizer of the script reduces gradients in its step."""
+        calls = self.first.find("collective", in_step=True)
+        return [event for event in calls if "reduce" in event["name"] and event["shape"] not in SCALARS]
+
+    @cached_property
+    def reduced_after_step(self) -> list[Event]:
+        """Calls by which the script reduces weights or gradients after a step and before the next backward."""
+        sizes = [value.numel() for value in self.first.load("parameters", 0).values() if isinstance(value, Tensor)]
+        calls = self.first.find("collective", name="all_reduce", backwards=0, in_step=False, in_module=False)
+        # a single number is more likely a loss
+        return [event for event in calls if event["update"] and math.prod(event["shape"]) in {*sizes, sum(sizes)} - {1}]
 
     @cached_property
     def has_loader(self) -> bool:

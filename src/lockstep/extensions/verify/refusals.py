@@ -25,7 +25,7 @@ from lockstep.extensions.verify.recordings import Event, RankRecording, Recordin
 _TYPES = re.compile(r"dtype|expected (scalar|m1|mat)|must have the same|ouble|same type|float64", re.IGNORECASE)
 _OTHERS = re.compile(r"[Cc]onnection (closed|reset)|[Bb]roken pipe|[Tt]imed? ?out|peer|connectFullMesh")
 _GPU = re.compile(r"CUDA|cuda|NVIDIA|nvidia|NCCL|HIP |\bGPUs?\b")
-_ARGUMENTS = re.compile(r"\busage:|sys\.argv", re.IGNORECASE)
+_USAGE = re.compile(r"\busage:", re.IGNORECASE)
 _MEMORY = re.compile(
     r"DefaultCPUAllocator|MemoryError|out of memory|can't allocate|annot allocate memory|bad_alloc|start new thread"
 )
@@ -37,16 +37,6 @@ _PROCESSES = "verify the script that they run, with their arguments"
 def is_type_error(ranks: Recording) -> bool:
     """Return True if a run in float64 failed because of a dtype."""
     return any(rank.ending.status == "failed" and _TYPES.search(rank.ending.message) for rank in ranks.ranks)
-
-
-def explain_memory_error(error: Exception) -> str:
-    """Explain why the comparison ran out of memory, and suggest a remedy. Return "" if ``error`` is another error."""
-    if not _MEMORY.search(f"{type(error).__name__}: {error}"):
-        return ""
-    return (
-        "the comparison itself ran out of memory, since it loads the parameters and gradients of a step from all runs: "
-        "choose a smaller model with the script's arguments, or fewer --devices"
-    )
 
 
 def check_ranks(ranks: Recording) -> str:
@@ -89,9 +79,8 @@ def check_mesh(ranks: Recording) -> str:
     if event is None:
         return ""
     return (
-        f"fully_shard uses a mesh of {event['size']} out of {len(ranks.ranks)} ranks ({event['where']}), and ranks "
-        "train on the same samples, as with tensor parallelism in the other dimension. Both together are not "
-        "supported: verify each of them alone, with a mesh of one dimension"
+        f"fully_shard uses a mesh of {event['size']} of {len(ranks.ranks)} ranks ({event['where']}), together with "
+        "tensor parallelism, which is not supported: verify each of them alone, with a mesh of one dimension"
     )
 
 
@@ -156,8 +145,8 @@ def _explain_ending(who: str, rank: RankRecording) -> str:
         return ""
     where = f" at {ending.where}" if ending.where else ""
     # argparse prints its error and exits with code 2
-    is_usage = "exit code 2" in ending.message and any(map(_ARGUMENTS.search, errors))
-    if is_usage or _ARGUMENTS.search(ending.message):
+    is_usage = "exit code 2" in ending.message and any(map(_USAGE.search, errors))
+    if is_usage or _USAGE.search(ending.message):
         text = errors[-1] if "exit code 2" in ending.message and errors else ending.short
         return f"the script needs arguments ({text}): pass them after --: lockstep verify script.py -- --name value"
     if ending.status == "killed" or _MEMORY.search(ending.message):

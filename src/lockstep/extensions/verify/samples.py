@@ -106,8 +106,8 @@ class Samples:
         ]
 
     def _add(self, difference: Difference, cause: str, first: Event) -> None:
-        """Add a difference and its cause to the findings. The event ``first`` supplies the source line to report."""
-        self.found.differences.append((difference, Reason(cause, first["where"])))
+        """Add a difference and its cause to the findings, with the line that creates the loader ``first``."""
+        self.found.differences.append((difference, Reason(cause, first["created"])))
 
     def _check_training(
         self, number: int, batches: Sequence[Sequence[Event]], described: Sequence[Sequence[Event]]
@@ -290,7 +290,8 @@ class Samples:
             cause = f"{first['sampler']} draws each epoch's order from the same seed"
         step = self.ranks.first.find("batch")[-1]["step"]
         text = "epoch 1 has the same order as epoch 0"
-        self._add(Difference(SAMPLES, step, max(at, step), "", text=text), cause, first)
+        difference = Difference(SAMPLES, step, max(at, step), "", text=text)
+        self.found.differences.append((difference, Reason(cause, first["where"])))
 
     # -- evaluation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -34,7 +34,7 @@ class Settings:
         feed: folders of the ranks whose samples the process is fed, in the order in which they are joined.
         rank_by_rank: True if the samples come one rank after another, not joined to one batch.
         strategy: strategy that Trainers use on several ranks; "" for their own.
-        overrides: names of what is disabled, changed or observed in addition, such as "clipping".
+        overrides: names of what is changed or observed in addition, such as "world size".
         home: the user's current folder, or its copy at another revision; the script runs in a copy of it.
         moved: a folder, and its copy from which the script imports instead; empty: none.
         port: free port that the script reads as MASTER_PORT.
@@ -119,6 +119,11 @@ def location(frame: FrameType | None = None) -> str:
 def stack() -> list[str]:
     """Return the lines of user code on the current stack as ``file:line``, innermost first."""
     return list(_lines(sys._getframe(1)))
+
+
+def call_lines(lines: Sequence[str]) -> str:
+    """Format the innermost line of a stack, with the line that called the enclosing function, if any."""
+    return ", called at ".join(dict.fromkeys(lines[:2]))
 
 
 def _lines(frame: FrameType | None) -> Iterator[str]:

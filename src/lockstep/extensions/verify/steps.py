@@ -19,7 +19,7 @@ from lockstep.extensions.verify.compare import align
 from lockstep.extensions.verify.float64 import widen_in_place
 from lockstep.extensions.verify.forwards import Forwards, plain
 from lockstep.extensions.verify.recordings import TensorPart, Value
-from lockstep.extensions.verify.settings import location, stack
+from lockstep.extensions.verify.settings import call_lines, location, stack
 from lockstep.extensions.verify.watch import Stop, Watch, patch
 from lockstep.ground.parameters import starts_of
 
@@ -58,7 +58,9 @@ class Steps:
         @functools.wraps(add)
         def add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
             add(optimizer, group)
-            self._register(optimizer, optimizer.param_groups[-1]["params"])
+            parameters = optimizer.param_groups[-1]["params"]
+            self._register(optimizer, parameters)
+            self.watch.journal.record("added", keys=[self._keys[id(p)] for p in parameters], where=call_lines(stack()))
             # weights that are created during training: one process would draw other random values for them
             if self.watch.is_training and self.watch.settings.is_replay:
                 self._load_first_parameters(self._numbers[id(optimizer)])
@@ -115,7 +117,6 @@ class Steps:
     def _wrap_clipping(self, clip: Callable[..., object], bound: str) -> Callable[..., object]:
         """Wrap a clipping function so that gradients are saved first. ``bound`` is the name of its limit argument."""
         signature = inspect.signature(clip)
-        is_off = "clipping" in self.watch.settings.overrides
 
         @functools.wraps(clip)
         def recorded(*args: Any, **kwargs: Any) -> object:
@@ -123,8 +124,6 @@ class Steps:
             parameters = arguments["parameters"]
             # an iterator could be used only once
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            if is_off:
-                arguments[bound] = math.inf
             self._save("unclipped", self._gradients(parameters))
             norm = clip(**{**arguments, "parameters": parameters})
             # clipping by value returns None
@@ -165,6 +164,7 @@ class Steps:
         self._depth += 1
         if self._depth > 1:
             return
+        self.watch.in_step = not _has_closure(args, kwargs)
         number = self._numbers[id(optimizer)]
         if self._made[number] >= self.watch.settings.steps and self.watch.is_done:
             raise Stop
@@ -220,6 +220,7 @@ class Steps:
         self._made[number] += 1
         if self._depth:
             return
+        self.watch.in_step = False
         self._save("parameters", self._values(parameters))
         buffers = {name: value.detach() for name, value, _ in self._named_buffers() if not _is_sharded(value)}
         self._save("buffers", buffers)

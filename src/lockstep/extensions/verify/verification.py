@@ -34,7 +34,7 @@ from lockstep.extensions.verify.compare import (
     exact,
     shorten,
 )
-from lockstep.extensions.verify.functions import KEPT
+from lockstep.extensions.verify.functions import KEPT, SAME
 from lockstep.extensions.verify.imports import MIXED_PRECISION
 from lockstep.extensions.verify.own_batches import JOINED, OWN_CUTS
 from lockstep.extensions.verify.processes import Server, ServerDied
@@ -57,8 +57,9 @@ _NOTES_OF_RANKS = {
     "comm hook": "the communication hook {name} was disabled: it rounds gradients or delays parts of them",
 }
 _NOTES_OF_SINGLE = {
-    "batch norm": "BatchNorm is not synchronized: one process computed statistics for each rank's samples separately",
+    "batch norm": "BatchNorm is not synchronized ({wrapped}): one process computed the statistics of each rank",
     JOINED: "one process used the batches of all ranks, joined, at {where}",
+    SAME: "all ranks draw the same random numbers for different samples at {where}, other than one process would",
     **dict.fromkeys(KEPT, "the ranks' random numbers at {where} could not be reproduced in one process"),
 }
 
@@ -89,11 +90,6 @@ def verify(
                 certificate = (check or Verification)(request, runs).certify()
             except ServerDied as error:
                 certificate = runs.certificate(reasons=[str(error)])
-            except (MemoryError, RuntimeError, OSError) as error:
-                reason = refusals.explain_memory_error(error)
-                if not reason:
-                    raise
-                certificate = runs.certificate(reasons=[reason])
     finally:
         if request.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -165,9 +161,7 @@ class Verification:
                 "micro-batches per step that does not depend on the number of ranks, or divide it by that number"
             )
         self.comparison = self._compare(ranks, single)
-        if not ranks.has_loader and not single.has(JOINED):
-            if self.comparison.first is not None:
-                return self._certify_unknown(refusals.without_loader(single))
+        if not ranks.has_loader and not single.has(JOINED) and self.comparison.first is None:
             self.notes.append(
                 "the data do not come from a DataLoader, but one process chose the same samples as the ranks"
             )
@@ -183,16 +177,16 @@ class Verification:
         if first is not None and first.kind == FIRST and (reason := refusals.check_parts(ranks, single)):
             return self._certify_unknown(reason)
         if first is not None:
-            causes = Causes(first, ranks, single, self.runs, self._agrees_with, self.splits_model)
-            if not ranks.has_loader and not causes.are_certain:
+            causes = Causes(first, ranks, single, self.runs, self.splits_model)
+            is_certain = ranks.has_loader or causes.ranks_disagree
+            if not is_certain and not causes.is_joined:
                 return self._certify_unknown(refusals.without_loader(single))
             alone = AloneFinding(cause=causes.find(), unknown=causes.unknown)
-            if alone == AloneFinding() and first.kind == GRADIENTS:
+            has_samples = ranks.has_loader or single.has(JOINED)
+            if alone == AloneFinding() and first.kind == GRADIENTS and has_samples:
                 alone = RanksAlone(ranks, single, self.runs).check()
-            if not ranks.has_loader and alone.cause is None and not alone.unknown:
-                return self._certify_unknown(refusals.without_loader(single))
-            if alone.unknown:
-                return self._certify_unknown(alone.unknown)
+            if reason := alone.unknown or ("" if is_certain or alone.cause else refusals.without_loader(single)):
+                return self._certify_unknown(reason)
             if not alone.nature:
                 return self._certify_different(ranks, first, alone.cause)
             self.notes.append(alone.nature)
@@ -224,26 +218,15 @@ class Verification:
                 "or let it train longer"
             )
         if not self.comparison.vacuous:
-            reasons += self._check_untrained()
+            untrained = shorten(self.comparison.untrained)
+            if self.comparison.untrained_share > _MAX_UNTRAINED:
+                reasons.append(
+                    f"{self.comparison.untrained_share:.0%} of the parameters ({untrained}) get no gradient above "
+                    "rounding: pass only parameters that are trained to the optimizer, or request more --steps"
+                )
+            elif untrained:
+                self.notes.append(f"no gradient above rounding reaches {untrained} in any step: not verified")
         return self._certificate(ranks, reasons=reasons)
-
-    def _check_untrained(self) -> list[str]:
-        """Add notes on untrained parameters. If these are a large part of the model, return a reason not to certify."""
-        untouched, zero = self.comparison.untouched, self.comparison.zero
-        if self.comparison.zero_share > _MAX_UNTRAINED:
-            return [
-                f"{self.comparison.zero_share:.0%} of the parameters ({shorten(untouched + zero)}) get no gradient, "
-                "or only a rounding error compared with the largest one: pass only parameters that are trained "
-                "to the optimizer, or request more --steps"
-            ]
-        if untouched:
-            self.notes.append(f"no gradient reaches {shorten(untouched)}: not verified")
-        if zero:
-            self.notes.append(
-                f"the gradient of {shorten(zero)} is zero, or a rounding error compared with the largest one, in all "
-                "steps: not verified"
-            )
-        return []
 
     def _certify_different(self, ranks: Recording, difference: Difference, cause: Reason | None) -> Certificate:
         # the rows of the table show it as well
@@ -283,16 +266,6 @@ class Verification:
 
         return Numbers(ranks, single, tolerance, 1e-7 if float64 else 1e-3).compare()
 
-    def _agrees_with(self, override: str) -> bool:
-        """Return True if ranks and one process agree when an override disables or changes a feature in both runs."""
-        ranks = self.runs.on_ranks(override)
-        if refusals.check_ranks(ranks):
-            return False
-        single = self.runs.on_one(ranks, override)
-        if refusals.check_single(single):
-            return False
-        return self._compare(ranks, single).first is None
-
     def _drop_expected(self, ranks: Recording, single: Recording) -> None:
         """Drop expected differences: the number of steps of one process, and rates that depend on the ranks' number."""
         steps = ranks.fewest_steps
@@ -312,7 +285,9 @@ class Verification:
         with_size = self.runs.on_one(ranks, "world size")
         if [each["rates"] for each in with_size.first.steps] == [each["rates"] for each in ranks.first.steps]:
             self.comparison.drop(RATES)
-            self.notes.append("the learning rate depends on the number of ranks; one process used the ranks' rates")
+            where = ranks.first.line_of("added")
+            text = f"the learning rate depends on the number of ranks ({where}); one process used the ranks' rates"
+            self.notes.append(text)
 
 
 def _steps_of(ranks: Recording) -> int:
@@ -341,6 +316,6 @@ def _notes_of(ranks: Recording, single: Recording) -> Iterator[str]:
     """Yield notes on features disabled in the runs, and on reuse of the ranks' random numbers in the single process."""
     for run, texts in ((ranks, _NOTES_OF_RANKS), (single, _NOTES_OF_SINGLE)):
         for _, event in run.find(*texts):
-            yield texts[event["kind"]].format(**event)
+            yield texts[event["kind"]].format(**event, wrapped=ranks.first.line_of("wrapped") or event.get("where"))
     if ranks.has("draw"):
         yield "one process used the ranks' random numbers in each step"

@@ -43,6 +43,8 @@ class Watch:
         chunks: samples of each rank in the newest batch of a replay, in the order in which they are joined.
         generators: references to the random number generators that the script created.
         depth: number of nested calls of modules.
+        in_backward: True while a backward runs.
+        in_step: True while an optimizer makes a step without a closure.
         evaluates: True if the newest call of a model was not for training.
         has_iterated_loader: True once a loader has been iterated with gradients enabled, as for training.
         joins: True once the script has created a Join context.
@@ -63,6 +65,8 @@ class Watch:
         self.chunks: tuple[int, ...] = ()
         self.generators: list[ref[Any]] = []
         self.depth = 0
+        self.in_backward = False
+        self.in_step = False
         self.evaluates = False
         self.has_iterated_loader = False
         self.joins = False
@@ -173,7 +177,8 @@ def record_collective(watch: Watch, name: str, payload: object, number: int = 0,
         whole=whole,
         shape=list(payload.shape) if isinstance(payload, Tensor) else None,
         update=watch.updates,
-        backwards=watch.backwards,
+        backwards=watch.backwards + watch.in_backward,
+        in_step=watch.in_step,
         training=watch.is_training and torch.is_grad_enabled(),
         in_module=watch.depth > 0,
         evaluates=watch.evaluates,

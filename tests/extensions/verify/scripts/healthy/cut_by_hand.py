@@ -33,7 +33,7 @@ def main():
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    x, y = make_data(128, 0)
+    x, y = make_data(192, 0)
     valid = make_data(29, 1)
     for epoch in range(3):
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))
