@@ -16,6 +16,9 @@ from lockstep.extensions.replay.parting import first_change, first_operation, fi
 from lockstep.extensions.replay.recording import ROW, read
 from lockstep.extensions.replay.request import ReplayRequest, Script
 
+# each test starts several processes that import torch
+pytestmark = pytest.mark.timeout(300)
+
 SCRIPT = """\
 import torch
 from torch import nn
