@@ -59,7 +59,7 @@ _NOTES_OF_RANKS = {
 _NOTES_OF_SINGLE = {
     "batch norm": "BatchNorm is not synchronized ({wrapped}): one process computed the statistics of each rank",
     JOINED: "one process used the batches of all ranks, joined, at {where}",
-    SAME: "all ranks draw the same random numbers for different samples at {where}, other than one process would",
+    SAME: "all ranks draw the same random numbers for different samples at {where}; one process would not",
     **dict.fromkeys(KEPT, "the ranks' random numbers at {where} could not be reproduced in one process"),
 }
 
