@@ -323,7 +323,7 @@ BUGS = {
     ),
     # the forward depends on the rank
     "rank_in_model": bug(
-        "temperature = 1.0 + 0.5 * dist.get_rank()",
+        "return super().forward(x) / temperature",
         ("def make_model", RANK_READ),
         ("return nn.Sequential(", "return Net("),
     ),

@@ -69,6 +69,36 @@ for p in model.parameters():
         p.register_post_accumulate_grad_hook(average)
 model[2].bias.requires_grad = True
 """
+FULLY_SHARD = "from torch.distributed.fsdp import fully_shard\nif world > 1:\n    fully_shard(model)\n"
+LOADED = """\
+if rank == 0:
+    model.module.load_state_dict({name: value + 1.0 for name, value in model.module.state_dict().items()})
+"""
+COUNTING = "nn.Sequential(Centered(), *make_model())"
+COUNTING_MODEL = """\
+class Centered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        result = x - self.mean
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return result
+
+
+"""
+WRITTEN = "model.module[0].weight.data[0] = 0.0\n"
+CRITIC = """\
+critic = make_model()
+critics = torch.optim.SGD(critic.parameters(), lr=0.05)
+"""
+CRITIC_STEP = """\
+        critics.zero_grad()
+        F.mse_loss(critic(x), y).backward()
+        critics.step()
+"""
 QUIET = """\
 def quiet(model):
     return model.no_sync()
@@ -121,6 +151,15 @@ SAMPLERS: dict[str, tuple[Changes, str]] = {
         (("DistributedSampler(data)", "DistributedSampler(data, num_replicas=world, rank=0)"),),
         "DistributedSampler is created with rank=0, 0 on the ranks",
     ),
+    # it was alike: "every rank reads the full batch, and computes with its part"
+    "no sampler, and a model that is called by keyword": (
+        (
+            (SHARED_OUT, "loader = DataLoader(data, 8, shuffle=True)\n"),
+            (SET_EPOCH, ""),
+            (LOSS, "F.mse_loss(model(input=x), y)"),
+        ),
+        "all ranks read the same data: RandomSampler does not split the data among the ranks",
+    ),
     "a stream that no rank takes a share of": (
         ((SHARED_OUT, ITERABLE), (SET_EPOCH, "")),
         "the IterableDataset Squares yields the same samples on each of 2 ranks",
@@ -163,7 +202,7 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
     "a loss that is divided where gradients are averaged by hand": (
         (*BY_HAND, (LOSS, f"{LOSS} / world")),
         "the loss is divided by the number of ranks, and the average of gradients over the ranks (train.py:",
-        "loss.backward()",
+        "loss = ",
     ),
     "a window of shards whose first backward is synchronized": (
         (
@@ -173,7 +212,7 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
             (CLEAR, "        if i % 2 == 0: optimizer.zero_grad()"),
         ),
         "call set_requires_gradient_sync(True) before the last backward of a window",
-        "loss.backward()",
+        "model.set_requires_gradient_sync(",
     ),
     "batches that a rank leaves out by its own loss": (
         (
@@ -218,28 +257,18 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
             *((old, new.replace(", p.grad.div_(world)", "")) for old, new in BY_HAND),
             (LOSS, f"{LOSS} / world + 0.1 * sum((p**2).sum() for p in model.parameters())"),
         ),
-        "a part of the loss that every rank adds in full (such as a penalty on the weights)",
+        "gradients are summed over the ranks, but not averaged",
         "dist.all_reduce",
     ),
     "a loss that is divided by all ranks' samples, and averaged": (
         (("        loss = ", COUNT + "        loss = "), (LOSS, "F.mse_loss(model(x), y, reduction='sum') / count")),
         "the loss is divided by a number that counts all ranks' samples, and DistributedDataParallel divides once more",
-        "loss.backward()",
+        "loss = ",
     ),
     "a collective within the optimizer's step that sums": (
         ((MODEL, "make_model()"), ("torch.optim.SGD(", "Reducing("), ("dist.init", REDUCING.replace(" / world", ""))),
         "Reducing reduces gradients in its step, but its update is not that of one process",
         "dist.all_reduce(grad)",
-    ),
-    # it was called a window that is synchronized only in part
-    "a collective in a group of one rank": (
-        (
-            (MODEL, "make_model()"),
-            ("optimizer = ", "group = [dist.new_group([each]) for each in range(world)][rank]\noptimizer = "),
-            (STEP, AVERAGED.replace("p.grad)", "p.grad, group=group)", 1) + STEP),
-        ),
-        "not averaged by the collective that reduces gradients",
-        "dist.all_reduce(",
     ),
     # they were called averaged after the step
     "parameters without the hooks that average": (
@@ -277,6 +306,71 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
         ),
         "a scheduler uses a value that differs between ranks",
         "plateau.step",
+    ),
+    # they were named at the step
+    "a rate that each rank sets by hand": (
+        ((STEP, "        optimizer.param_groups[0]['lr'] = 0.1 * (rank + 1)\n" + STEP),),
+        "ranks use different learning rates",
+        "optimizer.param_groups[0]['lr'] =",
+    ),
+    "a scheduler that only rank 0 steps": (
+        (
+            ("sampler = ", "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)\nsampler = "),
+            (STEP, STEP + "        if rank == 0:\n            schedule.step()\n"),
+        ),
+        "ranks use different learning rates",
+        "schedule.step()",
+    ),
+    "optimizers of ranks with rates of their own": (
+        (("lr=", "lr=(rank + 1) * "),),
+        "ranks use different learning rates",
+        "optimizer = torch.optim.SGD",
+    ),
+    # no cause was named
+    "an optimizer that is created before fully_shard": (
+        ((MODEL, "make_model()"), ("sampler = ", f"{FULLY_SHARD}sampler = ")),
+        "no parameter of the optimizer gets a gradient: create it after calls such as fully_shard",
+        "optimizer = torch.optim.SGD",
+    ),
+    # the line was that of the backward
+    "a second model without a wrapper": (
+        (
+            ("sampler = ", f"{CRITIC}sampler = "),
+            (STEP, STEP + CRITIC_STEP),
+        ),
+        "gradients are not averaged: the optimizer has them, but DistributedDataParallel does not cover them",
+        "critics = torch.optim.SGD",
+    ),
+    "a collective that a helper calls on one rank": (
+        (
+            ("dist.init", "def mean(x):\n    dist.all_reduce(x)\n    return x / world\n\n\ndist.init"),
+            (STEP, STEP + "        if rank == 0:\n            print(mean(loss.detach()))\n"),
+        ),
+        "ranks call different collectives",
+        "print(mean(loss.detach()))",
+    ),
+    "a checkpoint that one rank loads": (
+        (("optimizer = ", f"{LOADED}optimizer = "),),
+        "only some ranks change a tensor by copy_()",
+        "model.module.load_state_dict",
+    ),
+    "a loss that is divided on a line of its own": (
+        (("        optimizer.zero_grad()", "        loss = loss / world\n        optimizer.zero_grad()"),),
+        "the loss is divided by the number of ranks, and DistributedDataParallel divides once more",
+        "loss = loss / world",
+    ),
+    "a buffer that each rank updates": (
+        (
+            (MODEL, f"DistributedDataParallel({COUNTING}, broadcast_buffers=False)"),
+            ("def make_model", COUNTING_MODEL + "def make_model"),
+        ),
+        "the buffer 0.mean depends on a rank's own samples",
+        "self.mean.lerp_(",
+    ),
+    "weights that one rank writes between steps": (
+        ((STEP, f"{STEP}        if rank == 0:\n            {WRITTEN}"),),
+        "only some ranks change a tensor by __setitem__()",
+        "model.module[0].weight.data[0] = ",
     ),
     "weights that only one rank changes between steps": (
         (
@@ -330,7 +424,8 @@ def judge(certificate: Certificate, text: str, words: str, line: str) -> None:
 def test_samples_that_ranks_share_are_named(name: str, certify: Certify) -> None:
     changes, words = SAMPLERS[name]
     certificate = certify(changed(*changes))
-    judge(certificate, changed(*changes), words, "for i, (x, y)" if "get the epoch" in words else "loader = ")
+    line = "sampler = " if "DistributedSampler" in words else "def __iter__" if "stream" in name else "loader = "
+    judge(certificate, changed(*changes), words, "for i, (x, y)" if "get the epoch" in words else line)
     if "seed for each rank" in name:
         assert "of 96 are on no rank" in certificate.first_difference
 
@@ -472,6 +567,7 @@ def test_a_healthy_script_is_alike(text: str, certify: Certify) -> None:
     """
     certificate = certify(text)
     assert certificate.verdict == ALIKE, str(certificate)
+    assert ("the optimizer reduces gradients in its step" in str(certificate)) == ("Reducing(" in text)
 
 
 WITHIN = """\

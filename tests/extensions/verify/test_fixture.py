@@ -57,7 +57,7 @@ def test_scripts_are_verified_and_failures_are_certificates(tmp_path: Path, monk
     assert "3 failed, 1 passed, 1 skipped" in run.stdout, run.stdout + run.stderr
     assert "cause: gradients are not averaged: no_sync()" in run.stdout
     assert f"nothing.py does not exist (working directory: {tmp_path})" in run.stdout
-    assert run.stdout.count("the script ended without an optimizer step") >= 1
+    assert run.stdout.count("the script ended without a step of a torch.optim.Optimizer") >= 1
     assert "Traceback" not in run.stdout
     assert "fixture.py" not in run.stdout.partition("short test summary")[0]
     assert not list(tmp_path.glob("certificate*"))

@@ -146,6 +146,11 @@ HEALTHY: dict[str, Changes] = {
         WITHOUT_MODULE,
         ("        optimizer.step()", FLAT),
     ),
+    # it could not be told
+    "a loss that compares the rows of a batch": (
+        *CUT,
+        (f"F.mse_loss({ROWS})", f"F.mse_loss({ROWS}) / model(own_x[i : i + 8]).std()"),
+    ),
     "a slice of one global draw": (
         *PLAIN,
         ("10 + rank", "10"),
@@ -153,7 +158,7 @@ HEALTHY: dict[str, Changes] = {
     ),
 }
 
-WRONG_SUM = "gradients are summed over the ranks, but not divided by their number"
+WRONG_SUM = "gradients are summed over the ranks, but not averaged"
 WRONG: dict[str, tuple[Changes, str, str]] = {
     "a window synchronized too early": (
         ((SHARED_OUT, GET_BATCH), (LOOP, WINDOW.replace("micro == 4 // world - 1", "micro == 0"))),
@@ -190,7 +195,7 @@ WRONG: dict[str, tuple[Changes, str, str]] = {
     "rows, and a loss that is divided by the ranks": (
         (*CUT, (f"F.mse_loss({ROWS})", f"F.mse_loss({ROWS}) / world")),
         "the loss is divided by the number of ranks, and DistributedDataParallel divides once more",
-        "loss.backward()",
+        "loss = ",
     ),
     "rows, and a module that is called past its wrapper": (
         (*CUT, (ROWS, ROWS.replace("model(", "model.module("))),
@@ -253,6 +258,24 @@ def test_an_augmentation_that_python_draws_is_not_called_a_difference(certify: C
     certificate = certify(changed(*augmented))
     assert certificate.verdict == UNKNOWN, str(certificate)
     assert "do not come from a torch DataLoader" in str(certificate)
+
+
+@pytest.mark.slow
+def test_parts_of_permutations_that_differ_between_ranks_are_named(certify: Certify) -> None:
+    """Several ranks got the same sample, and the verdict was "alike"."""
+    order = "order = torch.randperm(96, generator=torch.Generator().manual_seed(rank))[rank::world]\n"
+    text = changed(*CUT, (SHARE, f"x, y = data.tensors\n{order}own_x, own_y = x[order], y[order]\n"))
+    certificate = certify(text)
+    assert certificate.verdict == DIFFERENT, str(certificate)
+    assert "permutations that differ, so that several ranks get the same sample" in certificate.first_difference
+    assert f"train.py:{line_of(text, 'order = ')}" in certificate.cause
+    same = certify(text.replace("manual_seed(rank)", "manual_seed(1)"))
+    assert same.verdict == ALIKE, str(same)
+    assert "different permutations" not in str(same)
+    # as each rank may draw its batches by itself
+    drawn = certify(text.replace("[rank::world]", "[:48]"))
+    assert drawn.verdict == ALIKE, str(drawn)
+    assert f"different permutations at train.py:{line_of(text, 'order = ')}" in str(drawn)
 
 
 UNKNOWN_FACTOR: dict[str, Changes] = {

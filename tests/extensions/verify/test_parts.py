@@ -75,7 +75,7 @@ def test_parts_of_a_tensor_are_put_together() -> None:
 @pytest.mark.parametrize("divisor", [2.0, 1.0])
 def test_a_short_window_that_is_divided_by_the_full_number_is_found(divisor: float, tmp_path: Path) -> None:
     step = {"kind": "step", "update": 1, "number": 1, "names": {"0.0": "weight"}}
-    backward = {"kind": "backward", "update": 0, "divisor": 2.0, "where": "train.py:9"}
+    backward = {"kind": "backward", "update": 0, "divisor": 2.0, "scaled": "train.py:9"}
     last = {**backward, "update": 1, "divisor": divisor}
     one = recording(tmp_path, [[backward, backward, {**step, "update": 0, "number": 0}, last, step]])
     torch.save({}, one.first.folder / "parameters-1.pt")
@@ -91,7 +91,8 @@ def test_a_short_window_that_is_divided_by_the_full_number_is_found(divisor: flo
 
 def call(name: str, line: int) -> dict[str, object]:
     where = f"train.py:{line}"
-    return {"kind": "collective", "name": name, "whole": True, "shape": [], "where": where, "number": 1}
+    event = {"kind": "collective", "name": name, "whole": True, "shape": [], "number": 1}
+    return {**event, "where": where, "stack": [where]}
 
 
 def batches(loader: int, number: int) -> list[dict[str, object]]:

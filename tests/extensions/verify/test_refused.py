@@ -35,10 +35,10 @@ REFUSED = {
         "rank 0 failed at train.py:1: OSError: 401 Client Error",
     ),
     "a token that is typed in": ("input('token: ')\n", "rank 0 failed at train.py:1: EOFError"),
-    "no step": (changed((STEP, "")), "the script calls backward, but never step()"),
+    "no step": (changed((STEP, "")), "the script ended without a step of a torch.optim.Optimizer"),
     "an early os._exit": (
         changed((LOOP_START, f"os._exit(0)\n{LOOP_START}")),
-        "the script ended without an optimizer step",
+        "the script ended without a step of a torch.optim.Optimizer",
     ),
     "an os._exit with a code": (
         changed((LOOP_START, f"os._exit(3)\n{LOOP_START}")),
@@ -46,7 +46,7 @@ REFUSED = {
     ),
     "a launcher": (
         "import subprocess, sys\nsubprocess.run([sys.executable, '-m', 'torch.distributed.run', 'no.py'], check=True)",
-        "the script starts processes (train.py:2), so every rank starts them: verify the script that they run",
+        "the script trains in processes that it starts (train.py:2): verify the script that these run",
     ),
     "no end": (
         changed((LOOP_START, f"import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(900)\n{LOOP_START}")),

@@ -90,6 +90,11 @@ HEALTHY = {
         "if rank == 0: print(f'{duration:.6f} s, {n / duration:.3f} samples/s, {n:.1f} samples, {world} ranks')"
     ),
     "the largest loss of a rank": f"{LOSS}dist.all_reduce(loss, op=dist.ReduceOp.MAX)\n{PRINT}",
+    "data of its own on each rank": (
+        "own = TensorDataset(*(each[rank::world] for each in valid.tensors))\n"
+        "p, y = predict(DataLoader(own, 8))\nright, n = summed(right_of(p, y), len(y))\n"
+        "if rank == 0: print(f'accuracy {right / n:.6f}')"
+    ),
     "a training loss that is averaged": f"loss = averaged(loss.detach())\n{PRINT}",
 }
 
@@ -172,7 +177,7 @@ WRONG = {
 def judge(certificate: Certificate, text: str, words: str, line: str) -> None:
     assert certificate.verdict == DIFFERENT, str(certificate)
     assert words in certificate.cause, str(certificate)
-    assert f"(train.py:{line_of(text, line)})" in certificate.cause, str(certificate)
+    assert f"(train.py:{line_of(text, line)}" in certificate.cause, str(certificate)
     assert "one process" in certificate.evidence
     assert any(row.what == REPORTS and row.outcome.startswith("DIFFERENT") for row in certificate.rows)
 
@@ -190,6 +195,43 @@ def test_a_mean_of_means_is_named_with_its_line(certify: Certify) -> None:
 def test_a_wrong_report_is_named_with_its_line(name: str, certify: Certify) -> None:
     text, words, line = WRONG[name]
     judge(certify(evaluating(text)), evaluating(text), words, line)
+
+
+AHEAD = """\
+def ahead(batches):
+    batches = iter(batches)
+    newest = next(batches)
+    for following in batches:
+        yield newest
+        newest = following
+    yield newest
+
+
+"""
+
+
+@pytest.mark.slow
+def test_an_evaluation_after_a_loader_that_is_read_ahead_is_compared(certify: Certify) -> None:
+    """One more step followed, as with Accelerate's loaders, and the script was stopped there."""
+    text, words, line = WRONG["a mean of means"]
+    script = evaluating(text).replace(VALID, VALID + AHEAD).replace("enumerate(loader)", "enumerate(ahead(loader))")
+    certificate = certify(script)
+    judge(certificate, script, words, line)
+    assert certificate.steps == 5
+
+
+@pytest.mark.slow
+def test_a_sample_that_a_sampler_repeats_is_named(certify: Certify) -> None:
+    """Only repetitions of DistributedSampler were found, but Accelerate's loaders repeat samples as well."""
+    text = evaluating(
+        "own = [*range(29), 0][rank::world]\np, y = predict(DataLoader(valid, 8, sampler=own))\n"
+        "right, n = summed(right_of(p, y), len(y))\nif rank == 0: print(f'accuracy {right / n:.6f}')"
+    )
+    certificate = certify(text)
+    assert certificate.verdict == DIFFERENT, str(certificate)
+    assert "several ranks get sample 0, which counts" in certificate.first_difference
+    lines = (line_of(text, each) for each in ("found = [(model", "dist.all_reduce(numbers)", "right, n = "))
+    assert all(f"train.py:{line}" in certificate.cause for line in lines), str(certificate)
 
 
 @pytest.mark.slow

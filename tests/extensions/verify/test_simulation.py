@@ -16,12 +16,12 @@ from lockstep.extensions.verify.simulation import Simulation
 from tests.extensions.verify.small_script import LOCKSTEP, LOSS, MODEL, STEP, Certify, Changes, changed
 
 Events = list[dict[str, object]]
-GROUP: dict[str, object] = {"kind": "group", "where": "train.py:1"}
 STEPPED: Events = [{"kind": "step", "update": update} for update in (0, 1)]
 
 
 def call(name: str, line: int, shape: list[int]) -> dict[str, object]:
-    return {"kind": "collective", "name": name, "shape": shape, "whole": True, "where": f"train.py:{line}"}
+    where = f"train.py:{line}"
+    return {"kind": "collective", "name": name, "shape": shape, "whole": True, "where": where, "stack": [where]}
 
 
 class Noted(Runs):
@@ -52,7 +52,7 @@ def simulated(folder: Path, by_rank: list[Events], endings: list[Ending] | None 
 
 
 def test_ranks_that_make_the_same_collectives_are_alike(tmp_path: Path) -> None:
-    certificate = simulated(tmp_path, [[GROUP, call("all_reduce", 5, [4]), *STEPPED]] * 3)
+    certificate = simulated(tmp_path, [[call("all_reduce", 5, [4]), *STEPPED]] * 3)
     assert certificate.verdict == ALIKE
     assert "3 simulated ranks, 2 steps" in str(certificate)
     assert (certificate.rows[0].what, certificate.rows[0].number) == ("collectives of all ranks", "1")
@@ -67,8 +67,8 @@ def test_ranks_that_make_the_same_collectives_are_alike(tmp_path: Path) -> None:
     ],
 )
 def test_a_rank_that_makes_another_collective_is_named(other: Events, words: str, tmp_path: Path) -> None:
-    usual = [GROUP, call("all_reduce", 5, [4]), *STEPPED]
-    certificate = simulated(tmp_path, [usual, usual, [GROUP, *other, *STEPPED]])
+    usual = [call("all_reduce", 5, [4]), *STEPPED]
+    certificate = simulated(tmp_path, [usual, usual, [*other, *STEPPED]])
     assert certificate.verdict == DIFFERENT
     assert words in certificate.first_difference
     assert "train.py:5" in certificate.cause
@@ -76,7 +76,7 @@ def test_a_rank_that_makes_another_collective_is_named(other: Events, words: str
 
 def test_a_rank_that_fails_where_one_does_not_is_named(tmp_path: Path) -> None:
     ends = [Ending("done"), Ending("failed", "RuntimeError: shape '[3, -1]' is invalid", "train.py:9")]
-    certificate = simulated(tmp_path, [[GROUP], [GROUP]], ends)
+    certificate = simulated(tmp_path, [[], []], ends)
     assert certificate.verdict == DIFFERENT
     assert certificate.first_difference.startswith("rank 1 of 2 failed: RuntimeError: shape '[3, -1]'")
     assert certificate.cause == "the script does not support 2 ranks (train.py:9)"
@@ -85,7 +85,7 @@ def test_a_rank_that_fails_where_one_does_not_is_named(tmp_path: Path) -> None:
 def test_ranks_that_never_meet_are_no_pass(tmp_path: Path) -> None:
     certificate = simulated(tmp_path, [STEPPED, STEPPED])
     assert certificate.verdict == UNKNOWN
-    assert "creates no process group" in certificate.reasons[0]
+    assert "no rank calls a collective: create a process group" in certificate.reasons[0]
 
 
 SHARDED = """\

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.extensions.verify import refusals
 from lockstep.extensions.verify.calls import TRACE, first_other_line
-from lockstep.extensions.verify.causes import gradient_factor
+from lockstep.extensions.verify.causes import changed_by_some, gathered_without_gradient, gradient_factor
 from lockstep.extensions.verify.compare import Reason, by_rank, own_gradients
 from lockstep.extensions.verify.diagnose import Parts
 from lockstep.extensions.verify.functions import KEPT, PERMUTED
@@ -18,7 +18,6 @@ from lockstep.extensions.verify.loaders import DRAWS
 from lockstep.extensions.verify.nudge import NUDGED, STILL, compares_samples
 from lockstep.extensions.verify.recordings import Recording
 from lockstep.extensions.verify.runs import Runs
-from lockstep.extensions.verify.settings import call_lines
 from lockstep.extensions.verify.steps import FOLLOW, strided_sums
 
 _TOLERANCE = 1e-6
@@ -142,19 +141,18 @@ class RanksAlone:
                 f"the loss on rank {rank} is {times} times the loss in one process for the same samples: code depends "
                 "on the rank"
             )
+        proof = f"one process was fed the samples of rank {rank} only, up to step {update}"
+        if found := gathered_without_gradient(self.ranks, update, proof):
+            return found
         # both runs again, with a trace of the update
         override = f"{TRACE} {update}"
         ranks = self.runs.on_ranks(override)
         # such as an average of weights that rank 0 alone updates
-        changes = [
-            {(call_lines(each["stack"]), each["name"]) for each in run.find("call", changes=True)}
-            for run in ranks.ranks
-        ]
-        for where, name in sorted(changes[0].union(*changes) - changes[0].intersection(*changes)):
-            return Reason(f"only some ranks change a tensor by {name}(), and the step depends on it", where)
+        if found := changed_by_some(ranks):
+            return found
         alone = self.runs.on_one(self.ranks, FOLLOW, override, order=(rank,))
         line = first_other_line(ranks.ranks[rank].find("call", late=False), alone.first.find("call", late=False))
-        return Reason(text, line, f"one process was fed the samples of rank {rank} only, up to step {update}")
+        return Reason(text, line, proof)
 
     def _draws_own(self) -> bool:
         """Return True if steps use random numbers that differ between ranks and that one process cannot reproduce."""

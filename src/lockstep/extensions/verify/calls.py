@@ -19,6 +19,9 @@ from lockstep.extensions.verify.watch import Watch
 TRACE = "calls"
 """Override that traces the calls in an update, for example ``calls 3`` in update 3."""
 
+BEFORE_TRAINING = -1
+"""Number in place of that of an update, to trace the calls before the first step's."""
+
 _MAX_CALLS = 5000
 _ROUNDING = 1e-9
 """The largest difference of two results that counts as rounding."""
@@ -41,7 +44,7 @@ class Calls:
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         words = [word.split() for word in watch.settings.overrides]
-        self._update = next((int(rest[0]) for name, *rest in words if name == TRACE), -1)
+        self._update = next((int(rest[0]) for name, *rest in words if name == TRACE), None)
         self._remaining = _MAX_CALLS
 
     def record(self, name: str, result: object) -> None:
@@ -51,13 +54,14 @@ class Calls:
         calls and for others without autograd after the backward.
         """
         # most calls are of updates that are not traced: that is checked first
-        if self._update != self.watch.updates or not self.watch.is_training or self.watch.in_loader:
+        if self._update != (self.watch.updates if self.watch.is_training else BEFORE_TRAINING) or self.watch.in_loader:
             return
         if self.watch.collates or not self._remaining or not isinstance(result, Tensor):
             return
         has_grad = torch.is_grad_enabled() and result.requires_grad
         # such as an update of weights, or of gradients after the backward
-        changes = name.endswith("_") and not name.endswith("__") and result.dim() > 0 and not has_grad
+        is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        changes = is_in_place and result.dim() > 0 and not has_grad
         is_late = changes or (self.watch.backwards > 0 and not has_grad)
         if not (is_late or torch.is_grad_enabled()):
             return

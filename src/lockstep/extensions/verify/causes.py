@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lockstep.extensions.verify.calls import TRACE, first_other_line
+from lockstep.extensions.verify.calls import BEFORE_TRAINING, TRACE, first_other_line
 from lockstep.extensions.verify.compare import (
     BUFFERS,
     CLIPPED,
@@ -35,7 +35,6 @@ from lockstep.extensions.verify.settings import call_lines
 
 _SCALED = 1e-5
 """Smallest deviation of a factor from 1 at which a gradient counts as scaled."""
-_OWN_METRIC = "a scheduler uses a value that differs between ranks, such as a loss that is not averaged over them"
 
 
 @dataclass
@@ -62,8 +61,8 @@ class Causes:
         self.size = len(self.ranks.ranks)
         self.update = self.difference.update
         self.backwards = self.ranks.first.find("backward", update=self.update)
-        self.last_backward = str(self.backwards[-1]["where"]) if self.backwards else ""
-        self.loss_line = str(self.backwards[-1]["made"]) if self.backwards else ""
+        last = self.backwards[-1] if self.backwards else {"where": "", "made": "", "scaled": ""}
+        self.last_backward, self.loss_line, self.scale_line = last["where"], last["made"], last["scaled"]
         self.clipping = self.ranks.first.line_of("clipped")
 
     @property
@@ -127,6 +126,11 @@ class Causes:
     def _explain_first_parameters(self) -> Reason | None:
         if not self.difference.ranks or len(self.difference.ranks) == self.size:
             return None
+        # such as a checkpoint that rank 0 alone loads
+        whole = self.single.first.load("first", self.step["optimizer"])
+        shapes = [list(value.shape) for value in whole.values() if isinstance(value, Tensor)]
+        if found := changed_by_some(self.runs.on_ranks(f"{TRACE} {self.update or BEFORE_TRAINING}"), shapes):
+            return found
         seeded = zip(*(rank.find("seeded") for rank in self.ranks.ranks), strict=False)
         return Reason(
             "ranks start with different weights, and nothing broadcasts rank 0's: set the same seed on all ranks "
@@ -139,20 +143,18 @@ class Causes:
             [event for event in run.first.find("scheduled") if event["update"] <= self.update]
             for run in (self.ranks, self.single)
         )
-        if self.difference.ranks and scheduled:
-            return Reason(_OWN_METRIC, call_lines(scheduled[-1]["stack"]))
+        # the line that set the rate last, or else that created the optimizer
+        events = [event for _, event in self.ranks.find("rate", "added") if event["update"] <= self.update]
+        where = max(reversed(events), key=lambda event: event["update"])["where"]
         if self.difference.ranks:
-            return Reason(
-                "ranks use different learning rates: compute the rate from values that are the same on all ranks",
-                self.step["where"],
-            )
+            return Reason("ranks use different learning rates: compute them from values that all ranks share", where)
         if scheduled and len(scheduled) != len(in_single):
             text = (
                 f"the scheduler is stepped {len(scheduled)} times on each rank, but {len(in_single)} times in one "
                 "process: the learning rate runs ahead by the number of ranks"
             )
             return Reason(text, call_lines(scheduled[-1]["stack"]))
-        return Reason("the learning rate depends on the number of ranks", self.step["where"])
+        return Reason("the learning rate depends on the number of ranks", where)
 
     # -- gradients
 
@@ -160,6 +162,9 @@ class Causes:
         if self.splits_model:
             return self._explain_sharded() if self.ranks.is_sharded else None
         parts = Parts(self.ranks, self.update)
+        if not any(each is not None for each in self.ranks.first.unclipped_gradients(self.update).values()):
+            text = "no parameter of the optimizer gets a gradient: create it after calls such as fully_shard"
+            return Reason(text, self.ranks.first.line_of("added"))
         if not parts.are_known:
             return self._explain_sharded()
         if self.single.has("clipped") and clips_first(self.ranks, self.update):
@@ -173,8 +178,7 @@ class Causes:
         names = ""
         if len(deviating) < len(parts.keys):
             names = shorten([self.step["names"][key] for key in deviating])
-        are_own = [parts.is_own(gradient, rank, deviating) for rank, gradient in enumerate(gradients)]
-        if all(are_own) or all(each.is_of(rank) for rank, each in enumerate(shares)):
+        if all(parts.is_own(gradient, rank, deviating) for rank, gradient in enumerate(gradients)):
             is_mean = self._shares_of_single(parts).all_are(1 / self.size)
             proof = "the mean of the ranks' own gradients is the gradient of one process" if is_mean else ""
             return self._explain_missing_average(names, set(deviating), proof)
@@ -204,10 +208,11 @@ class Causes:
             name = bypassed[0]["name"]
             text = f"{what} not averaged: {name} is called directly, not by its wrapper (DistributedDataParallel)"
             return Reason(text, call_lines(bypassed[0]["stack"]), proof)
-        if uncovered and names:
+        if uncovered:
             text = (
                 f"{what} not averaged: the optimizer has them, but DistributedDataParallel does not cover them (they "
-                "belong to a module outside it, were added or made trainable after it was created, or are ignored)"
+                "belong to a module outside it, were added or made trainable after it was created at "
+                f"{self.ranks.first.line_of('wrapped')}, or are ignored)"
             )
             added = [event["where"] for event in self.ranks.first.find("added") if uncovered & set(event["keys"])]
             return Reason(text, added[-1] if added else "", proof)
@@ -223,20 +228,15 @@ class Causes:
         """Explain gradients that are the mean over ranks times ``factor``, which is the same on all ranks."""
         own = self._shares_of_single(parts).constant()
         where = self._reducing_line()
-        if own is None and _near(factor, self.size):
-            # neither the sum nor the mean is what one process has
-            return Reason(
-                "gradients are summed over the ranks, so a part of the loss that every rank adds in full (such as a "
-                "penalty on the weights) counts once for each rank",
-                where or self.step["where"],
-            )
+        summed = Reason("gradients are summed over the ranks, but not averaged", where or self.step["where"])
+        # neither the sum nor the mean is what one process has
         if own is None:
-            return None
+            part = "all of the loss, or a part of it such as a penalty on the weights, counts once for each rank"
+            return replace(summed, proof=part) if _near(factor, self.size) else None
         ratio = factor / (own * self.size) if own else math.inf
         proof = f"they are {ratio:.4g} times those of one process, in all parameters"
         if _near(ratio, self.size):
-            text = "gradients are summed over the ranks, but not divided by their number"
-            return Reason(text, where or self.step["where"], proof)
+            return replace(summed, proof=proof)
         if _near(ratio, 1 / self.size):
             return Reason("gradients are divided by the number of ranks twice", where or self.last_backward, proof)
         return self._explain_norm(ratio, proof)
@@ -316,7 +316,7 @@ class Causes:
 
     def _explain_loss(self, factor: float) -> Reason | None:
         """Explain why the single-process run's gradient is ``factor`` times the mean of the ranks' gradients."""
-        where, first = self.last_backward, self.ranks.first
+        where, first = self.scale_line, self.ranks.first
         proof = f"one process has {factor:.4g} times the mean of the ranks' gradients, in all parameters"
         if not _near(factor, self.size):
             return Reason("the loss is not scaled by the same factor as in one process", where, proof)
@@ -334,15 +334,8 @@ class Causes:
         if divisor is not None and any(event["shape"] in SCALARS for event in sums):
             text = f"the loss is divided by a number that counts all ranks' samples, and {again}"
             return Reason(f"{text}: multiply it by the number of ranks", where, proof)
-        gathers = first.find("collective", name="all_gather", update=self.update, backwards=0, training=True)
-        if gathers:
-            text = (
-                "the loss uses values gathered from all ranks, but all_gather passes no gradient to the other ranks: "
-                "use torch.distributed.nn.functional.all_gather"
-            )
-            return Reason(text, call_lines(gathers[0]["stack"]), proof)
         text = "the loss is a sum over samples: a mean over ranks divides it by their number"
-        return Reason(text, where, proof)
+        return gathered_without_gradient(self.ranks, self.update, proof) or Reason(text, where, proof)
 
     def _shares_of_single(self, parts: Parts) -> Shares:
         return parts.shares(self.single.first.unclipped_gradients(self.update))
@@ -360,13 +353,12 @@ class Causes:
         ratio = gradient_factor(pairs)
         if ratio is None:
             return self._explain_shard_factors(expected)
-        where = self.last_backward
         proof = f"they are {ratio:.4g} times those of one process, in all parameters"
         if _near(ratio, self.size):
-            return Reason("gradients are summed over the ranks, but not averaged", where, proof)
+            return Reason("gradients are summed over the ranks, but not averaged", self.last_backward, proof)
         if _near(ratio, 1 / self.size):
             text = "the loss is a sum, or divided by the number of ranks, and the mean over ranks divides again"
-            return None if self._divides_by_own_samples() else Reason(text, where, proof)
+            return None if self._divides_by_own_samples() else Reason(text, self.scale_line, proof)
         return self._explain_norm(ratio, proof)
 
     def _explain_shard_factors(self, expected: Mapping[str, Tensor | None]) -> Reason | None:
@@ -426,8 +418,9 @@ class Causes:
         return Reason(f"{name} updates parameters differently on rank {self.difference.ranks[0]}", where, proof)
 
     def _explain_buffers(self) -> Reason:
-        name = self.difference.name
-        return Reason(f"the buffer {name} depends on a rank's own samples, and is not averaged over the ranks")
+        text = f"the buffer {self.difference.name} depends on a rank's own samples, and is not averaged over the ranks"
+        changes = [rank.find("call", changes=True) for rank in self.runs.on_ranks(f"{TRACE} {self.update}").ranks[:2]]
+        return Reason(text, first_other_line(*changes))
 
     def _explain_steps(self) -> Reason | None:
         batches = {len(rank.find("batch")) for rank in self.ranks.ranks}
@@ -450,6 +443,30 @@ class Causes:
         return next((call_lines(event["stack"]) for event in events if event["name"] in ("all_reduce", "reduce")), "")
 
 
+def changed_by_some(ranks: Recording, shapes: Collection[list[int]] = ()) -> Reason | None:
+    """Find a call by which only some ranks change a tensor in place, in a run that has traced the calls of an update.
+
+    If there are ``shapes``, the tensor has one of them.
+    """
+    calls = [rank.find("call", changes=True) for rank in ranks.ranks]
+    calls = [[each for each in own if not shapes or each["shape"] in shapes] for own in calls]
+    changes = [{(call_lines(each["stack"]), each["name"]) for each in own} for own in calls]
+    for where, name in sorted(changes[0].union(*changes) - changes[0].intersection(*changes)):
+        return Reason(f"only some ranks change a tensor by {name}(), and the step depends on it", where)
+    return None
+
+
+def gathered_without_gradient(ranks: Recording, update: int, proof: str) -> Reason | None:
+    """Return the cause that a loss uses features gathered without their gradient, or None if there are none."""
+    calls = ranks.first.find("collective", name="all_gather", update=update, backwards=0, training=True)
+    features = [event for event in calls if len(event["shape"] or ()) > 1]
+    text = (
+        "the loss uses values gathered from all ranks, but all_gather passes no gradient to the other ranks: use "
+        "torch.distributed.nn.functional.all_gather"
+    )
+    return Reason(text, call_lines(features[0]["stack"]), proof) if features else None
+
+
 def own_metric(ranks: Recording) -> tuple[Difference, Reason] | None:
     """Find a number that ranks pass to ReduceLROnPlateau, and that is not the same on all ranks."""
     for calls in zip(*(rank.find("scheduled") for rank in ranks.ranks), strict=False):
@@ -459,7 +476,8 @@ def own_metric(ranks: Recording) -> tuple[Difference, Reason] | None:
         text = f"ReduceLROnPlateau decides by {by_rank((rank, f'{each:.6g}') for rank, each in enumerate(values))}"
         update = calls[0]["update"]
         difference = Difference(RATES, update, update, "", tuple(range(len(values))), text=text)
-        return difference, Reason(_OWN_METRIC, call_lines(calls[0]["stack"]), "the ranks pass different numbers")
+        cause = "a scheduler uses a value that differs between ranks, such as a loss that is not averaged over them"
+        return difference, Reason(cause, call_lines(calls[0]["stack"]), "the ranks pass different numbers")
     return None
 
 

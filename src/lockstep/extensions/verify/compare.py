@@ -376,7 +376,6 @@ class Numbers:
         result.untrained = [name for name, own in sizes.items() if not any(own)]
         result.untrained_share = sum(elements[name] for name in result.untrained) / max(sum(elements.values()), 1)
         all_sizes = [size for own in sizes.values() for size in own]
-        losses = {event["loss"] for event in self.ranks.first.find("backward")} - {None}
         if not all(map(math.isfinite, all_sizes)):
             result.vacuous.append(NOT_FINITE)
         elif result.untrained and not any(all_sizes):
@@ -388,8 +387,6 @@ class Numbers:
             result.vacuous.append(
                 "no step changes a parameter: use a learning rate above 0 in the first steps, or more --steps"
             )
-        elif len(events) > 1 and len(losses) == 1:
-            result.vacuous.append(f"the loss is {losses.pop():g} at every step: make it depend on the samples")
 
 
 def own_gradients(ranks: Recording, update: int) -> list[dict[str, Value]]:

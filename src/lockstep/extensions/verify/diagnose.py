@@ -42,11 +42,6 @@ class Shares:
         """Return True if all micro-batches have this weight in the gradient."""
         return self.fits and bool((self.weights - weight).abs().max() < 1e-5 * max(1.0, abs(weight)))
 
-    def is_of(self, rank: int) -> bool:
-        """Return True if only a rank's own micro-batches are in the gradient."""
-        own = self.weights[rank].abs().sum()
-        return self.fits and self.is_unique and bool(self.weights.abs().sum() - own < 1e-5 * own)
-
     @property
     def sum_to_one(self) -> bool:
         """True if, for each micro-batch, the ranks' weights add up to 1, as they do in a mean over samples."""

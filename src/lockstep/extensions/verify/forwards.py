@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.modules import module as hooks
@@ -23,7 +22,7 @@ from lockstep.extensions.verify.imports import MIXED_PRECISION
 from lockstep.extensions.verify.loaders import fingerprint
 from lockstep.extensions.verify.nudge import Nudge
 from lockstep.extensions.verify.settings import call_lines, is_user_code, location, stack
-from lockstep.extensions.verify.watch import Watch, patch
+from lockstep.extensions.verify.watch import Watch, before_each_call, patch
 
 _ROUNDING_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
@@ -55,26 +54,31 @@ class Forwards:
     def install(self) -> None:
         """Start to observe: register module hooks, and wrap functions of torch."""
         # torch's annotation has no hook that returns other arguments, which hooks may do
-        hooks.register_module_forward_pre_hook(self._before)  # type: ignore[arg-type]
+        call = nn.Module.__call__
+
+        # torch's hooks before a forward do not get keyword arguments, by which many models are called
+        def observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return call(module, *self._before(module, args, kwargs), **kwargs)
+
+        patch(nn.Module, "__call__", observed_call)
         # the same for the output; always, so that a failed forward leaves the depth right
         hooks.register_module_forward_hook(self._after, always_call=True)  # type: ignore[arg-type]
         self._watch_wrappers()
         self._watch_join()
-        self._watch_rank()
         self._watch_backwards()
 
     # -- calls
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         watch = self.watch
         watch.depth += 1
         if watch.depth > 1:
-            return None
+            return args
         training = torch.is_grad_enabled() and module.training and _has_parameters(module)
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         if _has_parameters(module):
             watch.evaluates = not training
-            rows = [len(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim()]
+            rows = [len(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
             if watch.evaluates and rows:
                 watch.journal.record("evaluated", rows=rows[0])
         # by identity, since a module may define __eq__
@@ -89,7 +93,7 @@ class Forwards:
                 watch.journal.record_once("bypassed", name=type(module).__name__, where=location(), stack=stack())
             if self._forwards < _MAX_FORWARDS:
                 self._forwards += 1
-                tensors = [leaf for leaf in tree_leaves(args) if type(leaf) is Tensor]
+                tensors = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is Tensor]
                 watch.journal.record(
                     "forward",
                     module=type(module).__name__,
@@ -97,7 +101,7 @@ class Forwards:
                     rows=[len(tensor) for tensor in tensors if tensor.dim()],
                     update=watch.updates,
                 )
-        return tree_map(widen, args) if watch.settings.float64 else None
+        return tree_map(widen, args) if watch.settings.float64 else args
 
     def _after(self, module: nn.Module, args: object, output: object) -> Tensor | None:
         self.watch.depth -= 1
@@ -107,7 +111,7 @@ class Forwards:
 
     def _watch_wrappers(self) -> None:
         """Observe DistributedDataParallel, and disable its mixed precision and torch's own communication hooks."""
-        original, no_sync = DistributedDataParallel.__init__, DistributedDataParallel.no_sync
+        original = DistributedDataParallel.__init__
         register = DistributedDataParallel.register_comm_hook
         watch = self.watch
 
@@ -130,11 +134,6 @@ class Forwards:
             self.covered |= {id(p) for name, p in named if p.requires_grad and name not in ignored}
             watch.journal.record("wrapped", name=type(module).__name__, where=location())
 
-        @functools.wraps(no_sync)
-        def no_sync_recorded(wrapper: DistributedDataParallel) -> Any:
-            watch.journal.record_once("no_sync", where=call_lines(stack()))
-            return no_sync(wrapper)
-
         @functools.wraps(register)
         def register_comm_hook(wrapper: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
             # torch's own hooks round what is sent; a user's hook is part of what is verified
@@ -144,7 +143,8 @@ class Forwards:
                 register(wrapper, state, hook)
 
         patch(DistributedDataParallel, "__init__", init)
-        patch(DistributedDataParallel, "no_sync", no_sync_recorded)
+        record = watch.journal.record_once
+        before_each_call(DistributedDataParallel, "no_sync", lambda *_: record("no_sync", where=call_lines(stack())))
         patch(DistributedDataParallel, "register_comm_hook", register_comm_hook)
 
     def _watch_join(self) -> None:
@@ -166,6 +166,7 @@ class Forwards:
         @functools.wraps(original)
         def set_sync(sharded: object, requires_gradient_sync: bool, *args: Any, **kwargs: Any) -> None:
             self._shards_synchronize = requires_gradient_sync
+            self.watch.journal.record_once("shards synchronize", where=call_lines(stack()))
             original(sharded, requires_gradient_sync, *args, **kwargs)
 
         patch(module.FSDPModule, "set_requires_gradient_sync", set_sync)
@@ -181,19 +182,6 @@ class Forwards:
                 return shard(*args, **kwargs)
 
             patch(owner, name, sharded)
-
-    def _watch_rank(self) -> None:
-        """Let the trace of calls show where a module reads the rank."""
-        original = dist.get_rank
-
-        @functools.wraps(original)
-        def get_rank(*args: Any, **kwargs: Any) -> int:
-            found = original(*args, **kwargs)
-            if self.watch.depth:
-                torch.tensor(float(found))  # a call whose result differs between ranks
-            return found
-
-        patch(dist, "get_rank", get_rank)
 
     # -- backward
 
@@ -233,13 +221,13 @@ class Forwards:
                 "backward",
                 update=self.watch.updates,
                 number=self.watch.backwards,
-                loss=float(loss.detach()) if loss.numel() == 1 else None,
                 divisor=_divisor(loss),
                 synchronizes=is_synchronized,
                 where=location(),
                 made=self.watch.loss_line or location(),
+                scaled=self.watch.scale_line or location(),
             )
-            self.watch.loss_line = ""
+            self.watch.loss_line = self.watch.scale_line = ""
             yield
         finally:
             self.watch.in_backward = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.extensions.verify import float64
 from lockstep.extensions.verify.calls import Calls
 from lockstep.extensions.verify.own_batches import OwnBatches
-from lockstep.extensions.verify.settings import location
+from lockstep.extensions.verify.settings import call_lines, is_user_code, location, stack
 from lockstep.extensions.verify.watch import Watch, patch
 
 KEPT = ("own draw", "rank 0's draw")
@@ -121,10 +122,13 @@ class Functions(TorchFunctionMode):
         else:
             result = self._own_batches.cut(name, args, kwargs, result)
         # such as the mean of the errors; later operations, such as a division, get this number
-        is_number = isinstance(result, Tensor) and not result.dim() and result.requires_grad
-        if is_number and not watch.loss_line and args and isinstance(args[0], Tensor) and args[0].dim():
-            watch.loss_line = location()
-        self._calls.record(name, result)
+        if isinstance(result, Tensor) and not result.dim() and result.requires_grad:
+            where = call_lines(stack())
+            if not watch.loss_line and args and isinstance(args[0], Tensor) and args[0].dim():
+                watch.loss_line = watch.scale_line = where
+            elif is_user_code(sys._getframe(1).f_code.co_filename):
+                watch.scale_line = where
+        self._calls.record(name, args[0] if name == "__setitem__" else result)
         return result
 
     # -- random numbers

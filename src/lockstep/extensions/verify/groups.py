@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.extensions.verify import fake_group
-from lockstep.extensions.verify.settings import is_user_code, location
+from lockstep.extensions.verify.settings import is_user_code
 from lockstep.extensions.verify.watch import Watch, patch, record_collective
 from lockstep.ground.comm import COLLECTIVES, RENAMED
 
@@ -67,7 +67,6 @@ class Groups:
                 # a file instead of a port: nothing else on the machine can take it
                 place = f"file://{Path(settings.folder) / 'store'}"
                 init_process_group("gloo", init_method=place, rank=rank, world_size=world, timeout=TIMEOUT)
-            self.watch.journal.record("group", where=location())
 
         @functools.wraps(new_group)
         def new(*args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.extensions.verify.settings import Settings
-from lockstep.extensions.verify.watch import Watch, patch
+from lockstep.extensions.verify.watch import Watch, before_each_call, patch
 
 Change = Callable[[ModuleType], None]
 
@@ -90,7 +90,7 @@ def trainer_changes(settings: Settings) -> dict[str, Change]:
     """Return {name of a module: function that changes it}, to make Trainers use the ranks of this run."""
     found: dict[str, Change] = dict.fromkeys(_TRAINERS, functools.partial(_set_flags, settings))
     # without it, bf16=True is refused where there is no GPU
-    found["transformers.training_args"] = lambda module: _before(
+    found["transformers.training_args"] = lambda module: before_each_call(
         module.TrainingArguments, "__post_init__", lambda arguments, _: setattr(arguments, "use_cpu", True)
     )
     # it would be compiled, and no training step calls it
@@ -101,24 +101,12 @@ def trainer_changes(settings: Settings) -> dict[str, Change]:
         found["lockstep.cluster.rendezvous"] = lambda module: patch(
             module, "connect_ranks", lambda *args: dist.HashStore()
         )
-        found["lockstep.ground.agreement"] = lambda module: _before(
+        found["lockstep.ground.agreement"] = lambda module: before_each_call(
             module.ConsensusFlags, "__init__", lambda _, kwargs: kwargs.update(alone=True)
         )
     if settings.is_replay and not settings.rank_by_rank:
         found["lockstep.data.source"] = functools.partial(_count_global_batches, settings)
     return found
-
-
-def _before(kind: Any, name: str, change: Callable[[Any, dict[str, Any]], object]) -> None:
-    """Call ``change`` with the object and the keyword arguments before each call of a method."""
-    original = getattr(kind, name)
-
-    @functools.wraps(original)
-    def method(own: object, *args: Any, **kwargs: Any) -> None:
-        change(own, kwargs)
-        original(own, *args, **kwargs)
-
-    patch(kind, name, method)
 
 
 def _set_flags(settings: Settings, module: ModuleType) -> None:
@@ -132,7 +120,7 @@ def _set_flags(settings: Settings, module: ModuleType) -> None:
         if kind.__name__ == "Trainer":
             kwargs.setdefault("default_root_dir", str(settings.own_folder))
 
-    _before(kind, "__init__", change)
+    before_each_call(kind, "__init__", change)
 
 
 def _support_float64(module: ModuleType) -> None:
@@ -165,11 +153,7 @@ def drop_mixed_precision(watch: Watch, module: ModuleType) -> None:
 
             @functools.wraps(original)
             def init(
-                policy: object,
-                *args: Any,
-                name: str = name,
-                original: Callable[..., None] = original,
-                **kwargs: Any,
+                policy: object, *args: Any, name: str = name, original: Callable[..., None] = original, **kwargs: Any
             ) -> None:
                 original(policy, *args, **kwargs)
                 types = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")

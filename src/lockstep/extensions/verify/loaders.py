@@ -26,8 +26,8 @@ from lockstep.extensions.verify.float64 import widen
 from lockstep.extensions.verify.nudge import NUDGED, move_batch
 from lockstep.extensions.verify.processes import Ending
 from lockstep.extensions.verify.recordings import Event, RankRecording
-from lockstep.extensions.verify.settings import call_lines, location, stack
-from lockstep.extensions.verify.watch import Stop, Watch, patch
+from lockstep.extensions.verify.settings import call_lines, is_user_code, location, short, stack
+from lockstep.extensions.verify.watch import Stop, Watch, before_each_call, patch
 
 DRAWS = "draws"
 """Kind of the event for a step that draws random numbers from Python's or NumPy's generator."""
@@ -104,6 +104,7 @@ class Loaders:
         self.watch = watch
         self._known: dict[int, KnownLoader] = {}  # by the id of a loader
         self._numbered: list[KnownLoader] = []  # by number, the newest loader that has it
+        self._samplers: dict[int, str] = {}  # lines that created DistributedSamplers, by id
         self._iterations: Counter[int] = Counter()  # iterations that have started, by number
         self._training: set[int] = set()
         # of the ranks whose samples this process is fed
@@ -131,6 +132,8 @@ class Loaders:
                 self.watch.journal.record("length", loader=known.place, length=found, data=id(loader.dataset))
             return found
 
+        keep = self._samplers.update
+        before_each_call(DistributedSampler, "__init__", lambda sampler, _: keep({id(sampler): call_lines(stack())}))
         patch(DataLoader, "__init__", init)
         patch(DataLoader, "__len__", len_)
         patch(DataLoader, "__iter__", lambda loader: self._iterate(loader))
@@ -190,6 +193,7 @@ class Loaders:
                 if watch.is_done or 0 < settings.epoch_steps <= watch.steps - before:
                     # the epoch ends instead of the script, so that evaluations and checkpoints after it still run
                     batches.close()
+                    watch.drains = watch.is_done
                     return
             try:
                 with watch.inside_loader():
@@ -246,6 +250,9 @@ class Loaders:
         dataset, sampler = loader.dataset, loader.sampler
         is_sized = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
         batches = loader.batch_sampler if loader.batch_sampler is not None else sampler
+        created = call_lines(self._known[id(loader)].lines or stack())
+        if isinstance(dataset, IterableDataset) and is_user_code((code := type(dataset).__iter__.__code__).co_filename):
+            created = f"{short(code.co_filename)}:{code.co_firstlineno}, read at {created}"
         whole: Any = dataset
         while isinstance(whole, Subset):
             whole = whole.dataset
@@ -267,8 +274,8 @@ class Loaders:
             length=_length(batches),
             data=id(dataset),
             probe=_probe(whole) if is_sized and iteration == 0 else None,
-            where=location(),
-            created=call_lines(self._known[id(loader)].lines or stack()),
+            where=call_lines(stack()),
+            created=self._samplers.get(id(sampler)) or created,
         )
 
     def _record_batches(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
@@ -289,12 +296,7 @@ class Loaders:
                 return
             whole = loader.batch_sampler is None and loader.batch_size is None
             (path,) = self.watch.files(_NAME.format(number, iteration), at)
-            error_text = ""
-            try:
-                torch.save({"samples": samples, "whole": whole}, path)
-            except Exception as error:  # any error of an object that cannot be pickled
-                path.unlink(missing_ok=True)
-                error_text = f"{type(error).__name__}: {error}"
+            torch.save({"samples": samples, "whole": whole}, path)
             journal.record(
                 "batch",
                 loader=number,
@@ -304,7 +306,6 @@ class Loaders:
                 prints=[fingerprint(sample) for sample in samples],
                 step=self.watch.steps,
                 grad=torch.is_grad_enabled(),
-                unwritten=error_text,
             )
             try:
                 yield functools.partial(loader.collate_fn, samples[0] if whole else samples)

@@ -20,6 +20,10 @@ from lockstep.extensions.verify.watch import WHOLE, Watch, patch
 
 JOINED = "joined batch"
 """Kind of the event for a draw or cut in which one process uses those of all ranks, one after another."""
+ORDERS = "other order"
+"""Kind of the event for a permutation of the whole data that differs between ranks."""
+PART = "part of order"
+"""Kind of the event for the part of a permutation that a rank takes."""
 _ARRAYS = {"tensor", "as_tensor", "from_numpy"}
 _CUTS = {"__getitem__", "index_select", "narrow", "split", "chunk", "stack", "cat", "view", "reshape", *_ARRAYS}
 """Functions that cut a batch from data, or make one of pieces that the script has cut."""
@@ -87,7 +91,7 @@ class OwnBatches:
 
     def draw(self, name: str, result: Tensor) -> Tensor:
         """Save random numbers that a rank has drawn. In a replay by one process, return the ranks' numbers instead."""
-        return self._share(name, f"{location()}-{torch.is_grad_enabled()}", [result])[0]
+        return self._share(name, f"{name}-{location()}-{torch.is_grad_enabled()}", [result])[0]
 
     def cut(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
         """Save the rows that a rank has cut for training. In a replay by one process, return the ranks' rows instead.
@@ -112,6 +116,8 @@ class OwnBatches:
             frame = frame.f_back
         if sources is None or frame is None or not is_user_code(frame.f_code.co_filename):
             return result
+        if name == "__getitem__" and sources and "choice-randperm" in str(watch.made.get(sources[0])):
+            watch.journal.record_once(PART, key=str(args[1]))
         watch.withdraw(sources, is_whole=True)
         shared = self._share(name, f"{location(frame)}-{frame.f_lasti}", found)
         return shared[0] if isinstance(result, Tensor) else tuple(shared)
@@ -164,6 +170,8 @@ class OwnBatches:
         is_same = len(parts) > 1 and all(torch.equal(part, parts[0]) for part in parts)
         if not parts or any(part.shape[1:] != own.shape[1:] for part in parts) or (is_same and name in _CUTS):
             return own
+        if name == "randperm" and len(parts) > 1 and not is_same and parts[0].shape == own.shape:
+            watch.journal.record_once(ORDERS, name=name, where=location())
         if is_whole:
             return parts[0].to(own.dtype)
         if not own.dim() or is_same or name == "randperm":

@@ -124,22 +124,16 @@ class Server:
         Raises:
             ServerDied: the server has ended.
         """
-        # the variables of a rank, as torchrun sets them
+        # the variables that scripts and libraries read, of those that torchrun sets
         environ = {
             "RANK": str(settings.rank),
             "LOCAL_RANK": str(settings.rank),
             "WORLD_SIZE": str(settings.world),
             "LOCAL_WORLD_SIZE": str(settings.world),
             "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "ROLE_RANK": str(settings.rank),
-            "ROLE_WORLD_SIZE": str(settings.world),
-            "ROLE_NAME": "default",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(settings.port),
             "TORCHELASTIC_RUN_ID": "verify",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
             **_LIBRARIES,
         }
         folder = settings.own_folder

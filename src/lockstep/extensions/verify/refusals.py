@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.extensions.verify.compare import (
     COLLECTIVES,
     GRADIENTS,
+    SAMPLES,
     STEPS,
     Difference,
     Reason,
@@ -19,8 +20,9 @@ from lockstep.extensions.verify.compare import (
     several,
     uneven,
 )
-from lockstep.extensions.verify.own_batches import JOINED
+from lockstep.extensions.verify.own_batches import JOINED, ORDERS, PART
 from lockstep.extensions.verify.recordings import Event, RankRecording, Recording
+from lockstep.extensions.verify.settings import call_lines
 
 _TYPES = re.compile(r"dtype|expected (scalar|m1|mat)|must have the same|ouble|same type|float64", re.IGNORECASE)
 _OTHERS = re.compile(r"[Cc]onnection (closed|reset)|[Bb]roken pipe|[Tt]imed? ?out|peer|connectFullMesh")
@@ -31,7 +33,6 @@ _MEMORY = re.compile(
 )
 
 _TO_RUN = "fix the error, or pass the arguments of the script after --"
-_PROCESSES = "verify the script that they run, with their arguments"
 
 
 def is_type_error(ranks: Recording) -> bool:
@@ -45,6 +46,9 @@ def check_ranks(ranks: Recording) -> str:
     idle = [name for name, rank in named if not rank.steps]
     if idle and any(rank.ending.status == "done" for _, rank in named):
         return f"{', '.join(idle)} made no optimizer step, but others did: let each rank step an optimizer of its own"
+    started = ranks.first.line_of("process")
+    if started and not any(rank.steps or rank.ending.status == "stuck" for rank in ranks.ranks):
+        return f"the script trains in processes that it starts ({started}): verify the script that these run"
     # the failures that are not caused by another rank's come first
     first = [(name, rank) for name, rank in named if rank.ending.has_failed and not _follows_other(rank)]
     for name, rank in first + named:
@@ -52,23 +56,9 @@ def check_ranks(ranks: Recording) -> str:
         if reason:
             return reason
     if not any(rank.steps for rank in ranks.ranks):
-        started = ranks.first.line_of("process")
-        if started:
-            return f"the script trains in processes that it starts ({started}), which are not observed: {_PROCESSES}"
-        if ranks.has("backward"):
-            return (
-                "the script calls backward, but never step() of a torch.optim.Optimizer, so there is nothing to "
-                "compare: update the parameters with a torch optimizer"
-            )
         return (
-            "the script ended without an optimizer step: verify a script that trains, and pass the arguments that it "
-            "needs for training after --"
-        )
-    unwritten = next((event for _, event in ranks.find("batch") if event["unwritten"]), None)
-    if unwritten is not None:
-        return (
-            f"samples cannot be saved, so they cannot be fed to one process ({unwritten['unwritten'][:120]}): let the "
-            "data set return tensors, numbers, or objects that can be pickled"
+            "the script ended without a step of a torch.optim.Optimizer: verify a script that trains with one, and "
+            "pass the arguments that it needs for training after --"
         )
     return ""
 
@@ -159,12 +149,6 @@ def _explain_ending(who: str, rank: RankRecording) -> str:
             f"the script needs a GPU{where} ({ending.short}), but is verified on the CPU: let it use the CPU if "
             "torch.cuda.is_available() is False"
         )
-    started = rank.line_of("process")
-    if started:
-        return (
-            f"{who} failed{where}: {ending.short}: the script starts processes ({started}), so every rank starts them: "
-            f"{_PROCESSES}"
-        )
     if ending.message.startswith("exit code"):
         return f"{who} ended{where} with {ending.message} ({errors[-1] if errors else 'no output'}): {_TO_RUN}"
     return f"{who} failed{where}: {ending.short}: {_TO_RUN}"
@@ -216,7 +200,7 @@ def other_collectives(number: int, calls: Sequence[Event | None], step: int) -> 
         "different shape, makes the other ranks wait or mixes up the data sent"
     )
     difference = Difference(COLLECTIVES, step, max(step, 0), "", text=f"collective {number}: {text}")
-    return difference, Reason(cause, next(event["where"] for event in calls if event))
+    return difference, Reason(cause, next(call_lines(event["stack"]) for event in calls if event))
 
 
 def _describe(event: Event | None) -> str:
@@ -260,6 +244,16 @@ def _skipped_step(ranks: Recording) -> tuple[Difference, Reason] | None:
     return None
 
 
+def other_orders(ranks: Recording, single: Recording) -> tuple[Difference, Reason] | None:
+    """Find a permutation that differs between ranks, although each rank takes another part of it."""
+    parts = [[event["key"] for event in rank.find(PART)][:1] for rank in ranks.ranks]
+    if not single.has(ORDERS) or all(each == parts[0] for each in parts):
+        return None
+    text = "ranks take their parts from permutations that differ, so that several ranks get the same sample"
+    difference = Difference(SAMPLES, 0, 0, "", tuple(range(len(parts))), text=text)
+    return difference, Reason("draw the permutation with the same seed on all ranks", single.first.line_of(ORDERS))
+
+
 # -- windows -------------------------------------------------------------------------------------------------
 
 
@@ -278,7 +272,7 @@ def short_window(ranks: Recording) -> tuple[Difference, Reason] | None:
         text = f"is {len(events)}/{divisor:g} of the mean over its window, which has {batches}"
         number = f"the full number {divisor:g}"
         cause = f"the last accumulation window of an epoch has {batches}, but its loss is divided by {number}"
-        return _window_difference(ranks, step, text), Reason(cause, events[-1]["where"])
+        return _window_difference(ranks, step, text), Reason(cause, events[-1]["scaled"])
     return None
 
 
@@ -293,7 +287,7 @@ def unsynchronized_shards(ranks: Recording) -> tuple[Difference, Reason] | None:
         cause = Reason(
             "fully_shard keeps unsynchronized gradients in the unsharded parameters: call "
             "set_requires_gradient_sync(True) before the last backward of a window",
-            own[-1]["where"],
+            ranks.first.line_of("shards synchronize") or own[-1]["where"],
             "synchronized backwards: " + ", ".join("yes" if event["synchronizes"] else "no" for event in own),
         )
         text = f"lacks the last of {len(own)} backward(s), which is not synchronized"

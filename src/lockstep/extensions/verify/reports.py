@@ -14,6 +14,7 @@ from lockstep.extensions.verify.loaders import DEDUPLICATED, DRAWS, SPLIT
 from lockstep.extensions.verify.recordings import RankRecording, Recording
 from lockstep.extensions.verify.runs import Runs
 from lockstep.extensions.verify.samples import SampleFindings
+from lockstep.extensions.verify.settings import call_lines
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _CLOSE = 1e-6
@@ -155,11 +156,13 @@ class Reports:
         for (line, theirs), (_, own), (_, correct) in _common(self.ranks.first, self.single.first, once):
             if any(a == b != c for a, b, c in zip(theirs, own, correct, strict=True)):
                 cause = (
-                    "DistributedSampler repeats samples to give all ranks the same number, and metrics count them "
-                    "twice: remove the repeated samples, or evaluate samples[rank::world_size] on each rank"
+                    "the sampler repeats samples to give all ranks the same number, and metrics count them twice: "
+                    "remove the repeated samples, or evaluate samples[rank::world_size] on each rank"
                 )
                 text = f"{padded[0]}, which counts in {line.strip()!r}"
-                return self._difference(text, str(padded[0].sample)), Reason(cause, padded[0].where)
+                lines = [call_lines(each["stack"]) for each in self.ranks.first.find("collective", evaluates=True)]
+                where = " and ".join([padded[0].where, *lines[:1]])
+                return self._difference(text, str(padded[0].sample)), Reason(cause, where)
         return None
 
     def local(self) -> str:
@@ -179,8 +182,9 @@ class Reports:
         if is_same or is_reduced or not found or _words(found[0][0]) in own_lines:
             return ""
         line, theirs, own = found[0]
+        where = next(each["where"] for each in self.ranks.first.find("iteration") if each["loader"] not in trains)
         return (
-            f"each rank evaluates its own samples, and no collective combines the results: {theirs} in "
+            f"each rank evaluates its own samples ({where}), and no collective combines the results: {theirs} in "
             f"{line.strip()!r} is rank 0's own number (one process: {own})"
         )
 
@@ -201,7 +205,7 @@ def _reduced(rank: RankRecording, trains: Collection[int] = ()) -> Reduced:
         elif event["kind"] == "evaluated":
             rows.append(event["rows"])
         elif event["values"]:
-            where, values = event["where"], event["values"]
+            where, values = call_lines(event["stack"]), event["values"]
             # several calls of a model may be batches, whose mean depends on how they are cut
             count = samples or (rows[0] if len(rows) == 1 else 0)
             for at, value in enumerate(values):

@@ -81,7 +81,7 @@ class Samples:
             if all(batches) and number in found.trains:
                 self._check_training(number, batches, described)
             elif all(described):
-                self._check_evaluation(number, described[0][0])
+                self._check_evaluation(number, described)
         if not found.trains and found.shares_inputs and not self.splits_model:
             found.vacuous.append(
                 "all ranks gave their models the same inputs, which do not come from a DataLoader: seed each rank with "
@@ -295,10 +295,13 @@ class Samples:
 
     # -- evaluation
 
-    def _check_evaluation(self, number: int, first: Event) -> None:
-        if not first["shared_out"]:
+    def _check_evaluation(self, number: int, described: Sequence[Sequence[Event]]) -> None:
+        first, epochs = described[0][0], self._epochs(number, 0)
+        # a script may let each rank evaluate all samples, or data of its own
+        has_same = not first["shared_out"] and len(set(map(frozenset, epochs))) == 1
+        if has_same or len({each[0]["probe"] for each in described}) > 1:
             return
-        counts = Counter(index for indices in self._epochs(number, 0) for index in indices)
+        counts = Counter(index for indices in epochs for index in indices)
         repeated = [index for index, count in counts.items() if count > 1]
         if repeated:
             self.found.padded.append(Padding(number, first["where"], repeated[0]))

@@ -29,6 +29,17 @@ STRIDE = 13
 """Number of sums that represent a gradient; a prime, so that the sizes of layers are rarely multiples."""
 
 
+class _WatchedGroup(dict[str, Any]):
+    """Parameter group of an optimizer that records the lines that set its learning rate."""
+
+    watch: Watch
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "lr" and self.get(key) != value:
+            self.watch.journal.record("rate", update=self.watch.updates, where=call_lines(stack()))
+        super().__setitem__(key, value)
+
+
 class Steps:
     """Observer of optimizers and gradient clipping, which saves gradients and parameters at each step.
 
@@ -58,14 +69,17 @@ class Steps:
         @functools.wraps(add)
         def add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
             add(optimizer, group)
+            optimizer.param_groups[-1] = _WatchedGroup(optimizer.param_groups[-1])
             parameters = optimizer.param_groups[-1]["params"]
             self._register(optimizer, parameters)
-            self.watch.journal.record("added", keys=[self._keys[id(p)] for p in parameters], where=call_lines(stack()))
+            where, keys = call_lines(stack()), [self._keys[id(p)] for p in parameters]
+            self.watch.journal.record("added", update=self.watch.updates, keys=keys, where=where)
             # weights that are created during training: one process would draw other random values for them
             if self.watch.is_training and self.watch.settings.is_replay:
                 self._load_first_parameters(self._numbers[id(optimizer)])
 
         patch(Optimizer, "add_param_group", add_param_group)
+        _WatchedGroup.watch = self.watch
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
         for kind in (Optimizer, nn.Module):
@@ -130,8 +144,8 @@ class Steps:
             total = math.nan
             if isinstance(norm, Tensor):
                 total = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-            limit = float(arguments[bound])
-            self.watch.journal.record("clipped", update=self.watch.updates, bound=limit, norm=total, where=location())
+            limit, where = float(arguments[bound]), call_lines(stack())
+            self.watch.journal.record("clipped", update=self.watch.updates, bound=limit, norm=total, where=where)
             return norm
 
         return recorded
@@ -166,8 +180,10 @@ class Steps:
             return
         self.watch.in_step = not _has_closure(args, kwargs)
         number = self._numbers[id(optimizer)]
-        if self._made[number] >= self.watch.settings.steps and self.watch.is_done:
-            raise Stop
+        if self._is_over(number):
+            if not self.watch.drains:
+                raise Stop
+            return
         self.watch.start_training()
         parameters = list(_parameters(optimizer))
         # DeepSpeed puts its own parameters into the groups of an optimizer
@@ -179,6 +195,9 @@ class Steps:
         # a closure makes the gradients within the step
         if not _has_closure(args, kwargs):
             self._record(optimizer, parameters, closure=False)
+
+    def _is_over(self, number: int) -> bool:
+        return self._made[number] >= self.watch.settings.steps and self.watch.is_done
 
     def _record(self, optimizer: Optimizer, parameters: list[Tensor], closure: bool) -> None:
         """Record an optimizer's step, and save the gradients of the step."""
@@ -210,11 +229,14 @@ class Steps:
             return
         for group, rate, own_rate in zip(optimizer.param_groups, self._ranks_rates[update], own, strict=True):
             if rate != own_rate:
-                group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+                dict.update(group, lr=torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth -= 1
         number, parameters = self._numbers[id(optimizer)], list(_parameters(optimizer))
+        if not self._depth and self._is_over(number):
+            self.watch.drains = False
+            return
         if not self._depth and _has_closure(args, kwargs):
             self._record(optimizer, parameters, closure=True)
         self._made[number] += 1

@@ -36,7 +36,7 @@ from lockstep.extensions.verify.compare import (
 )
 from lockstep.extensions.verify.functions import KEPT, SAME
 from lockstep.extensions.verify.imports import MIXED_PRECISION
-from lockstep.extensions.verify.own_batches import JOINED, OWN_CUTS
+from lockstep.extensions.verify.own_batches import JOINED, ORDERS, OWN_CUTS
 from lockstep.extensions.verify.processes import Server, ServerDied
 from lockstep.extensions.verify.recordings import Recording
 from lockstep.extensions.verify.reports import Reports
@@ -59,6 +59,7 @@ _NOTES_OF_RANKS = {
 _NOTES_OF_SINGLE = {
     "batch norm": "BatchNorm is not synchronized ({wrapped}): one process computed the statistics of each rank",
     JOINED: "one process used the batches of all ranks, joined, at {where}",
+    ORDERS: "the ranks draw different permutations at {where}: several ranks may get the same sample",
     SAME: "all ranks draw the same random numbers for different samples at {where}; one process would not",
     **dict.fromkeys(KEPT, "the ranks' random numbers at {where} could not be reproduced in one process"),
 }
@@ -165,12 +166,15 @@ class Verification:
             self.notes.append(
                 "the data do not come from a DataLoader, but one process chose the same samples as the ranks"
             )
+        if ranks.reduced_in_step and GRADIENTS not in self.comparison.compared:
+            self.notes.append("the optimizer reduces gradients in its step: only the parameters after it are compared")
         self.notes += _notes_of(ranks, single)
         return self._judge(ranks, single)
 
     def _judge(self, ranks: Recording, single: Recording) -> Certificate:
         self._drop_expected(ranks, single)
         window = refusals.short_window(ranks) or refusals.unsynchronized_shards(ranks) or own_metric(ranks)
+        window = window or refusals.other_orders(ranks, single)
         first = self.comparison.first
         if window is not None and (first is None or window[0].update <= first.update):
             return self._certify_different(ranks, *window)
@@ -179,13 +183,14 @@ class Verification:
         if first is not None:
             causes = Causes(first, ranks, single, self.runs, self.splits_model)
             is_certain = ranks.has_loader or causes.ranks_disagree
-            if not is_certain and not causes.is_joined:
-                return self._certify_unknown(refusals.without_loader(single))
-            alone = AloneFinding(cause=causes.find(), unknown=causes.unknown)
+            is_known = is_certain or causes.is_joined
+            alone = AloneFinding(cause=causes.find(), unknown=causes.unknown) if is_known else AloneFinding()
             has_samples = ranks.has_loader or single.has(JOINED)
             if alone == AloneFinding() and first.kind == GRADIENTS and has_samples:
                 alone = RanksAlone(ranks, single, self.runs).check()
-            if reason := alone.unknown or ("" if is_certain or alone.cause else refusals.without_loader(single)):
+            # one process that has the samples of one rank, and computes its gradients, proves that it was fed
+            is_found = is_certain or alone.nature or (is_known and alone.cause)
+            if reason := alone.unknown or ("" if is_found else refusals.without_loader(single)):
                 return self._certify_unknown(reason)
             if not alone.nature:
                 return self._certify_different(ranks, first, alone.cause)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,7 @@ class Watch:
         updates: optimizer steps so far, of all optimizers.
         backwards: calls of backward since the last step.
         loss_line: line that has reduced a tensor to a number first since the last backward.
+        scale_line: line that has computed a number last, such as by a division of the loss.
         is_training: True once training has started; random numbers drawn earlier are initial weights.
         in_loader: True while a loader draws a batch.
         collates: True while the samples of a batch are collated.
@@ -47,6 +49,7 @@ class Watch:
         in_step: True while an optimizer makes a step without a closure.
         evaluates: True if the newest call of a model was not for training.
         has_iterated_loader: True once a loader has been iterated with gradients enabled, as for training.
+        drains: True if a loader has ended early: it may have been read ahead, so that one more step follows.
         joins: True once the script has created a Join context.
         on_training_start: called when training starts.
         made: batches and their parts that the script has made without a loader, with the files that they are saved to.
@@ -59,6 +62,7 @@ class Watch:
         self.updates = 0
         self.backwards = 0
         self.loss_line = ""
+        self.scale_line = ""
         self.is_training = False
         self.in_loader = False
         self.collates = False
@@ -69,6 +73,7 @@ class Watch:
         self.in_step = False
         self.evaluates = False
         self.has_iterated_loader = False
+        self.drains = False
         self.joins = False
         self.on_training_start: Callable[[], None] = lambda: None
         self.made = WeakIdKeyDictionary()
@@ -156,6 +161,18 @@ class Watch:
 def patch(owner: object, name: str, value: object) -> None:
     """Replace an attribute of a module or class. The observed process keeps the new value until it ends."""
     setattr(owner, name, value)
+
+
+def before_each_call(kind: Any, name: str, change: Callable[[Any, dict[str, Any]], object]) -> None:
+    """Call ``change`` with the object and the keyword arguments before each call of a method."""
+    original = getattr(kind, name)
+
+    @functools.wraps(original)
+    def method(own: object, *args: Any, **kwargs: Any) -> Any:
+        change(own, kwargs)
+        return original(own, *args, **kwargs)
+
+    patch(kind, name, method)
 
 
 def record_collective(watch: Watch, name: str, payload: object, number: int = 0, whole: bool = True) -> None:
