@@ -327,6 +327,16 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
         "optimizer = torch.optim.SGD",
     ),
     # no cause was named
+    "shards of weights that each rank draws by its own seed": (
+        (
+            (MODEL, "make_model()"),
+            ("torch.manual_seed(0)", "torch.manual_seed(rank)"),
+            ("optimizer = ", f"{FULLY_SHARD}optimizer = "),
+        ),
+        "ranks start with different weights",
+        "torch.manual_seed(rank)",
+    ),
+    # no cause was named
     "an optimizer that is created before fully_shard": (
         ((MODEL, "make_model()"), ("sampler = ", f"{FULLY_SHARD}sampler = ")),
         "no parameter of the optimizer gets a gradient: create it after calls such as fully_shard",
@@ -425,6 +435,8 @@ def test_samples_that_ranks_share_are_named(name: str, certify: Certify) -> None
     changes, words = SAMPLERS[name]
     certificate = certify(changed(*changes))
     line = "sampler = " if "DistributedSampler" in words else "def __iter__" if "stream" in name else "loader = "
+    # the line was that of the sampler, or of the loader
+    line = "random_split(" if "split that" in name else "Subset(" if "slices" in name else line
     judge(certificate, changed(*changes), words, "for i, (x, y)" if "get the epoch" in words else line)
     if "seed for each rank" in name:
         assert "of 96 are on no rank" in certificate.first_difference

