@@ -124,13 +124,13 @@ class Server:
         Raises:
             ServerDied: the server has ended.
         """
-        # the variables that scripts and libraries read, of those that torchrun sets
+        # the variables of a rank, as torchrun sets them
         environ = {
-            "RANK": str(settings.rank),
-            "LOCAL_RANK": str(settings.rank),
-            "WORLD_SIZE": str(settings.world),
-            "LOCAL_WORLD_SIZE": str(settings.world),
-            "GROUP_RANK": "0",
+            **{f"{kind}RANK": str(settings.rank) for kind in ("", "LOCAL_", "ROLE_")},
+            **{f"{kind}WORLD_SIZE": str(settings.world) for kind in ("", "LOCAL_", "ROLE_")},
+            **dict.fromkeys(("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), "0"),
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(settings.port),
             "TORCHELASTIC_RUN_ID": "verify",

@@ -251,7 +251,7 @@ def other_orders(ranks: Recording, single: Recording) -> tuple[Difference, Reaso
         return None
     text = "ranks take their parts from permutations that differ, so that several ranks get the same sample"
     difference = Difference(SAMPLES, 0, 0, "", tuple(range(len(parts))), text=text)
-    return difference, Reason("draw the permutation with the same seed on all ranks", single.first.line_of(ORDERS))
+    return difference, Reason("each rank draws its own permutation: use the same seed", single.first.line_of(ORDERS))
 
 
 # -- windows -------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Simulation:
         calls = len(ranks.first.find("collective", whole=True))
         rows = [Row("collectives of all ranks", str(calls), "the same on all ranks")]
         rows.append(Row("optimizer steps", str(ranks.fewest_steps), "on all ranks"))
-        return self.runs.certificate(STEPS, rows, compared=_COMPARED)
+        return self.runs.certificate(ranks.fewest_steps, rows, compared=_COMPARED)
 
     def _certify_different(self, difference: Difference, reason: Reason) -> Certificate:
         return self.runs.certificate(STEPS, found=(difference, reason), compared=_COMPARED)

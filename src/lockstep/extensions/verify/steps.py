@@ -32,7 +32,7 @@ STRIDE = 13
 class _WatchedGroup(dict[str, Any]):
     """Parameter group of an optimizer that records the lines that set its learning rate."""
 
-    watch: Watch
+    watch: Watch  # of the class: optimizers are copied and pickled with their groups
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "lr" and self.get(key) != value:
@@ -181,6 +181,7 @@ class Steps:
         self.watch.in_step = not _has_closure(args, kwargs)
         number = self._numbers[id(optimizer)]
         if self._is_over(number):
+            # a step on the batch that was read ahead is not recorded, and evaluations follow it
             if not self.watch.drains:
                 raise Stop
             return
@@ -229,6 +230,7 @@ class Steps:
             return
         for group, rate, own_rate in zip(optimizer.param_groups, self._ranks_rates[update], own, strict=True):
             if rate != own_rate:
+                # not by the group's own method, which would record this line
                 dict.update(group, lr=torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
