@@ -61,7 +61,7 @@ class Forwards:
             return call(module, *self._before(module, args, kwargs), **kwargs)
 
         patch(nn.Module, "__call__", observed_call)
-        # torch's annotation has no hook that changes the output; always, so that a failed forward leaves the depth right
+        # torch's annotation has no hook that changes the output; always, so that a failed forward leaves a right depth
         hooks.register_module_forward_hook(self._after, always_call=True)  # type: ignore[arg-type]
         self._watch_wrappers()
         self._watch_join()
