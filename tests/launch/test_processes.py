@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -22,7 +23,6 @@ from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import GRACE, Foreign, RankProcesses
 from lockstep.supervise.channel import Channel
 from lockstep.supervise.mailbox import Mailbox
-from lockstep.supervise.signals import SignalPipe
 from lockstep.supervise.supervisor import Supervisor
 
 SLEEP = "import time; time.sleep(60)"
@@ -198,26 +198,54 @@ def one_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", popen)
 
 
-def test_a_supervisor_that_may_start_no_more_ranks_says_why_and_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 was told that the supervisor had ended with exit code 1, and before "[Errno 11]"; to end others hung."""
+@contextlib.contextmanager
+def a_supervisor(size: int) -> Iterator[tuple[Supervisor, Channel, subprocess.Popen[bytes]]]:
+    """A supervisor in this process, of ranks that sleep; what rank 0 has of it; and rank 0."""
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     zero = subprocess.Popen(sleep)
-    one_start(monkeypatch)
     here, there = map(Channel, socket.socketpair())
-    counts = {"rank": 0, "size": 3, "local_size": 3, "node": 0, "nodes": 1, "process": zero.pid}
+    counts = {"rank": 0, "size": size, "local_size": size, "node": 0, "nodes": 1, "process": zero.pid}
     others = {"environ": dict(os.environ), "parent": PARENT, "folder": os.getcwd(), "name": "", "scheduled": False}
     order = {**counts, **others, "command": sleep, "one_screen": False}
-    supervisor = Supervisor(there, Mailbox(), SignalPipe().fileno(), order)
+    heard, hears = os.pipe()
+    supervisor = Supervisor(there, Mailbox(), heard, order)
     try:
-        assert not supervisor.starts()
-        message = here.receive()
-        assert message is not None
-        assert message["do"] == "end"
-        assert re.match(r"lockstep: rank 2 could not be started .* limit of processes \(`ulimit -u`", message["text"])
-        assert list(supervisor._processes.running) == [0]
+        yield supervisor, here, zero
     finally:
         zero.kill()
         zero.wait()
         supervisor._processes.wait()
         supervisor.close()
         here.close()
+        os.close(hears)  # the thread that reads signals ends
+        for thread in threading.enumerate():
+            if thread.name == "lockstep-receive_signals":
+                thread.join(30)
+        os.close(heard)
+
+
+def test_the_cause_is_told_if_the_last_rank_has_ended_and_the_failures_event_is_still_to_come(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The supervisor looked between the two, saw no rank, and ended in silence: once in a hundred runs."""
+    monkeypatch.setattr(processes, "GRACE", 0.1)
+    with a_supervisor(2) as (supervisor, _, zero):
+        supervisor._processes._on_failure = lambda: None  # as late as can be
+        assert supervisor.starts()
+        zero.kill()
+        supervisor.run()
+        assert capfd.readouterr().err == (
+            f"lockstep: rank 0 (process {zero.pid}) was killed by SIGKILL (exit code -9)\n"
+        )
+
+
+def test_a_supervisor_that_may_start_no_more_ranks_says_why_and_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 was told that the supervisor had ended with exit code 1, and before "[Errno 11]"; to end others hung."""
+    with a_supervisor(3) as (supervisor, here, _):
+        one_start(monkeypatch)
+        assert not supervisor.starts()
+        message = here.receive()
+        assert message is not None
+        assert message["do"] == "end"
+        assert re.match(r"lockstep: rank 2 could not be started .* limit of processes \(`ulimit -u`", message["text"])
+        assert list(supervisor._processes.running) == [0]

@@ -288,6 +288,10 @@ class Supervisor:
                     self._on_ended(None)
                 if not self._processes.running and self._rank_zero.wait(0):
                     # no process is left that could produce an event
+                    if self._is_failing() and not self._has_printed:
+                        # the event of a failure may come a moment after the last rank has ended
+                        self._processes.wait(GRACE)
+                        self._conclude()
                     self._is_over = True
             else:
                 handlers.get(event, _nothing)(what)
