@@ -88,6 +88,26 @@ def test_all_that_wait_at_the_same_place_are_let_be_until_ctrl_c(scene: Scene) -
     assert "ranks 0, 1 waited in strategy.barrier (fit.py:1)" in str(found.cause)
 
 
+def test_the_signal_that_passes_ctrl_c_on_is_no_work(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wakes a rank for a moment: ranks that wait for ever were ended after 10 to 30 s, in place of 5."""
+    scene.answers = {0: IN_BARRIER, 1: IN_BARRIER}
+    woken: set[int] = set()
+    seconds = monitor._Stillness.seconds
+
+    def at_a_look(stillness: Any, process: int, now: float) -> float:
+        still = seconds(stillness, process, now)
+        return 0.0 if process in woken else still
+
+    monkeypatch.setattr(monitor._Stillness, "seconds", at_a_look)
+    monkeypatch.setattr(monitor, "is_there", lambda answers: True)
+    monkeypatch.setattr(monitor.signals, "pass_on", woken.add)
+    monkeypatch.setattr(monitor.select, "select", lambda *_: (woken.clear(), time.sleep(0.02), [[]])[-1])
+    scene.watch.interrupt()
+    found = scene.verdict()
+    assert found is not None
+    assert found.interrupted
+
+
 @pytest.mark.parametrize("heard", [False, True])
 def test_a_rank_whose_handler_cannot_run_has_its_ctrl_c_told(
     scene: Scene, heard: bool, capfd: pytest.CaptureFixture[str]

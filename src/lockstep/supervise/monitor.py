@@ -185,10 +185,6 @@ class RankMonitor:
             if positions:  # the call has ended, and the effect of Ctrl-C with it
                 self._presses, self.interrupted_at, self._second_at, self._printed_at = 0, None, 0.0, 0.0
             return self._hung(inside, now)
-        if self._presses:
-            verdict = self._pass_on(inside, now)
-            if verdict is not None:
-                return verdict
         if since > max(3 * PERIOD, STALLED):
             # this process was stopped or starved, so its measured times are wrong
             self._stillness.clear()
@@ -197,6 +193,10 @@ class RankMonitor:
             rank: self._stillness.setdefault(rank, _Stillness()).seconds(position.process, now)
             for rank, position in inside.items()
         }
+        # only now: the signal wakes a rank that sleeps, which would then count as working
+        verdict = self._pass_on(inside, now) if self._presses else None
+        if verdict is not None:
+            return verdict
         return self._failed(inside, now) or self._hung(inside, now) or self._stuck_after_ctrl_c(inside, now)
 
     def _hung(self, inside: dict[int, RankPosition], now: float) -> Verdict | None:
