@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,11 @@ def test_ctrl_c_ends_a_fit_with_its_result(
 @pytest.mark.slow  # every day in one process: tests/launch/test_ctrl_c.py, by what the main thread cannot handle
 def test_ctrl_c_ends_ranks_that_wait_for_one_another_for_ever(tmp_path: Path) -> None:
     """No handler of Python's runs in a process that waits in a collective: Ctrl-C had no effect, however often."""
-    ended = run(tmp_path, "deadlock", meets=to_all, moments=2)
+
+    def press(session: int) -> None:
+        time.sleep(0.5)  # both are in the call: a handler that runs just before it tells of the Ctrl-C in other words
+        to_all(session)
+
+    ended = run(tmp_path, "deadlock", meets=press, moments=2)
     ends_with(ended, f"lockstep: interrupted by Ctrl-C: ranks 0, 1 waited in recv .{line('deadlock')}.", code=130)
     assert any("rank 0 is still in recv" in text for text in ended.lines)

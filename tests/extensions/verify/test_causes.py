@@ -128,6 +128,11 @@ own, left = torch.utils.data.random_split(data, [80, 16])
 sampler = DistributedSampler(own)
 loader = DataLoader(own, 8, sampler=sampler)
 """
+SPLIT_TWICE = """\
+own = Subset(data, range(rank, len(data), world))
+sampler = DistributedSampler(own)
+loader = DataLoader(own, 4, sampler=sampler)
+"""
 GATHER = """\
 def gather(features):
     found = [torch.zeros_like(features) for _ in range(world)]
@@ -171,6 +176,11 @@ SAMPLERS: dict[str, tuple[Changes, str]] = {
     "a split that each rank draws by its own seed": (
         ((SHARED_OUT, SPLIT),),
         "ranks share samples: DistributedSampler splits a Subset that differs between ranks",
+    ),
+    # it was alike: one process was fed what the ranks read
+    "a part of the data for each rank, which the sampler splits again": (
+        ((SHARED_OUT, SPLIT_TWICE),),
+        "the script splits the data set by rank, and the sampler splits it again",
     ),
     "an epoch that the sampler gets after it": (
         ((SET_EPOCH, ""), ("dist.destroy", "    sampler.set_epoch(epoch)\ndist.destroy")),
@@ -436,7 +446,7 @@ def test_samples_that_ranks_share_are_named(name: str, certify: Certify) -> None
     certificate = certify(changed(*changes))
     line = "sampler = " if "DistributedSampler" in words else "def __iter__" if "stream" in name else "loader = "
     # the line was that of the sampler, or of the loader
-    line = "random_split(" if "split that" in name else "Subset(" if "slices" in name else line
+    line = "random_split(" if "split that" in name else "Subset(" if "slices" in name or "again" in name else line
     judge(certificate, changed(*changes), words, "for i, (x, y)" if "get the epoch" in words else line)
     if "seed for each rank" in name:
         assert "of 96 are on no rank" in certificate.first_difference

@@ -42,7 +42,7 @@ _EVALUATED = 8
 """Number of first batches, and of last batches, that an evaluation after all steps reads."""
 _NAME = "batch-{}-{}-{{}}.pt"
 """File of a batch, by the numbers of its loader and iteration; its own number is filled in later."""
-_ORDER = 100_000
+ORDER = 100_000
 """Maximum number of samples of an epoch's order that are recorded."""
 
 Collate = Callable[[], Any]
@@ -171,12 +171,13 @@ class Loaders:
             if is_new and not settings.is_replay and not isinstance(loader.dataset, IterableDataset):
                 with self.watch.inside_loader():
                     self._describe(loader, number, iteration)
-                    order = itertools.islice(_indexed(loader), _ORDER)
-                    indices = [index for found, _ in order for index in found or ()][:_ORDER]
+                    order = itertools.islice(_indexed(loader), ORDER)
+                    indices = [index for found, _ in order for index in found or ()][:ORDER]
                     self.watch.journal.record("order", loader=number, iteration=iteration, indices=indices)
             raise Stop
         self._iterations[number] += 1
         if settings.is_replay:
+            self.watch.journal.record("size", loader=number, size=_length(loader.dataset))
             return self._track(number, self._replay_batches(loader, number, iteration))
         self._describe(loader, number, iteration)
         return self._track(number, self._record_batches(loader, number, iteration))
@@ -313,8 +314,8 @@ class Loaders:
             except GeneratorExit:
                 # the epoch ends early; its remaining order still shows which samples ranks share
                 with contextlib.suppress(Exception):  # a user's sampler may raise anything
-                    rest = [index for indices, _ in itertools.islice(source, _ORDER) for index in indices or ()]
-                    journal.record("rest", loader=number, iteration=iteration, indices=rest[:_ORDER])
+                    rest = [index for indices, _ in itertools.islice(source, ORDER) for index in indices or ()]
+                    journal.record("rest", loader=number, iteration=iteration, indices=rest[:ORDER])
                 raise
 
     # -- replay

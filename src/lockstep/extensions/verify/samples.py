@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.extensions.verify.compare import SAMPLES, Difference, Reason, by_rank, uneven
+from lockstep.extensions.verify.loaders import ORDER
 from lockstep.extensions.verify.recordings import Event, Recording
 
 _FEW = 8
@@ -233,13 +234,11 @@ class Samples:
         missing = size - len(owners)
         # more than drop_last skips
         if missing > ranks * (first["batch_size"] or 1) and missing > 0.05 * size:
-            index = next(index for index in range(size) if index not in owners)
-            text = f"no rank gets sample {index} ({missing} of {size} are on no rank)"
-            text = f"no rank gets {missing} of {size} samples" if first["cut"] else text
             cause = (
                 "the sampler splits the data among more ranks than there are: pass num_replicas=dist.get_world_size()"
             )
-            self._add(Difference(SAMPLES, 0, 0, str(index), text=text), cause, first)
+            text = f"no rank gets {missing} of {size} samples"
+            self._add(Difference(SAMPLES, 0, 0, "", text=text), cause, first)
         elif missing > 0:
             self.found.notes.append(f"{missing} sample(s) of {size} are skipped at the end of an epoch")
 
@@ -253,10 +252,7 @@ class Samples:
             shared = set(counts[0]) & set(each)
             if are_unique and drawn >= _FEW and len(shared) > drawn / 2:
                 text = f"ranks 0 and {rank} share {len(shared)} of {drawn} samples"
-                cause = (
-                    f"the data set {first['dataset']} returns the same samples on every rank: on N ranks let each "
-                    "rank read every N-th sample, starting with its own number"
-                )
+                cause = f"ranks share samples: {self._why_shared(first)}"
                 self._add(Difference(SAMPLES, 0, 0, "", (0, rank), text=text), cause, first)
                 return
 
@@ -305,6 +301,24 @@ class Samples:
         repeated = [index for index, count in counts.items() if count > 1]
         if repeated:
             self.found.padded.append(Padding(number, first["where"], repeated[0]))
+
+
+def split_twice(ranks: Recording, single: Recording) -> tuple[Difference, Reason] | None:
+    """Find a data set that the script splits by rank, although its sampler splits what it gets among the ranks."""
+    count = len(ranks.ranks)
+    for event in single.first.find("size"):
+        own = [rank.find("iteration", loader=event["loader"]) for rank in ranks.ranks]
+        sizes = [each[0]["size"] for each in own]
+        if event["size"] is None or None in sizes or max(sizes) > ORDER or own[0][0]["replacement"]:
+            continue
+        read = [len(set(each)) for each in Samples(ranks, False)._epochs(event["loader"], 0)]
+        slack = len(ranks.first.find("batch", loader=event["loader"])[0]["prints"])
+        is_cut = abs(sum(sizes) - event["size"]) < count < event["size"]
+        if is_cut and all(abs(a - b / count) <= slack < b / 4 for a, b in zip(read, sizes, strict=True)):
+            text = f"no rank gets {sum(sizes) - sum(read)} of {event['size']} samples"
+            cause = "the script splits the data set by rank, and the sampler splits it again: pass the whole data set"
+            return Difference(SAMPLES, 0, 0, "", text=text), Reason(cause, own[0][0]["created"])
+    return None
 
 
 def _training_loaders(ranks: Recording) -> set[int]:

@@ -174,7 +174,7 @@ class Verification:
     def _judge(self, ranks: Recording, single: Recording) -> Certificate:
         self._drop_expected(ranks, single)
         window = refusals.short_window(ranks) or refusals.unsynchronized_shards(ranks) or own_metric(ranks)
-        window = window or refusals.other_orders(ranks, single)
+        window = window or refusals.other_orders(ranks, single) or samples.split_twice(ranks, single)
         first = self.comparison.first
         if window is not None and (first is None or window[0].update <= first.update):
             return self._certify_different(ranks, *window)
