@@ -182,6 +182,11 @@ SAMPLERS: dict[str, tuple[Changes, str]] = {
         ((SHARED_OUT, SPLIT_TWICE),),
         "the script splits the data set by rank, and the sampler splits it again",
     ),
+    # it was alike: only the first epoch was compared
+    "an epoch that only one rank's sampler gets": (
+        ((SET_EPOCH, "    if rank == 0:\n        sampler.set_epoch(epoch)\n"),),
+        "ranks share samples: DistributedSampler has the epochs 1, 0 on the ranks",
+    ),
     "an epoch that the sampler gets after it": (
         ((SET_EPOCH, ""), ("dist.destroy", "    sampler.set_epoch(epoch)\ndist.destroy")),
         "DistributedSampler does not get the epoch",
@@ -206,7 +211,7 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
     ),
     "a bound of clipping that follows the number of ranks": (
         ((MODEL + "\n", SHARDED), (STEP, CLIP + STEP)),
-        "max_norm depends on the number of ranks",
+        "ranks and one process clip by different values of max_norm",
         "clip_grad_norm_",
     ),
     "a loss that is divided where gradients are averaged by hand": (
@@ -335,6 +340,21 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
         (("lr=", "lr=(rank + 1) * "),),
         "ranks use different learning rates",
         "optimizer = torch.optim.SGD",
+    ),
+    # it was called a clipping, with the line of the step
+    "gradients that are reduced to one rank": (
+        ((MODEL, "make_model()"), (STEP, AVERAGED.replace("dist.all_reduce(p.grad", "dist.reduce(p.grad, 0") + STEP)),
+        "not all ranks get the mean of the gradients",
+        "dist.reduce(p.grad",
+    ),
+    # the line was that of the tensor's use
+    "a tensor that each rank draws by its own seed": (
+        (
+            ("sampler = ", "torch.manual_seed(rank + 1)\nnoise = torch.randn(8)\nsampler = "),
+            (LOSS, "F.mse_loss(model(x * noise), y)"),
+        ),
+        "code or random numbers depend on the rank (their seeds differ: ",
+        "torch.manual_seed(rank + 1)",
     ),
     # no cause was named
     "shards of weights that each rank draws by its own seed": (

@@ -217,6 +217,12 @@ WRONG: dict[str, tuple[Changes, str, str]] = {
         "gradients are never averaged over the ranks",
         "",
     ),
+    # it could not be told
+    "batches that the ranks share out, with one seed": (
+        (*PLAIN, ("10 + rank", "10"), (DRAW, DRAW.replace("8", "16 // world"))),
+        "the random numbers that choose a batch are the same on all ranks",
+        "torch.randint",
+    ),
     "a loss that depends on the rank": (
         (*PLAIN, ("F.mse_loss(model(a), b)", "F.mse_loss(model(a), b) * (1 + rank)")),
         "the loss on rank 1 is 2 times the loss in one process",

@@ -19,7 +19,7 @@ from lockstep.extensions.verify.diagnose import Parts, Shares
 from lockstep.extensions.verify.nudge import compares_samples
 from lockstep.extensions.verify.processes import Ending
 from lockstep.extensions.verify.recordings import RankRecording, Recording
-from lockstep.extensions.verify.refusals import check_ranks, deadlock, short_window
+from lockstep.extensions.verify.refusals import check_ranks, deadlock
 from lockstep.extensions.verify.settings import is_user_code
 from lockstep.extensions.verify.steps import strided_sums
 
@@ -70,23 +70,6 @@ def test_parts_of_a_tensor_are_put_together() -> None:
         assert torch.equal(align(parts, whole)[0], whole)
     assert len(align([whole, whole], whole)) == 2
     assert len(align([None, whole], whole)) == 2, "a gradient that a rank lacks is not a part"
-
-
-@pytest.mark.parametrize("divisor", [2.0, 1.0])
-def test_a_short_window_that_is_divided_by_the_full_number_is_found(divisor: float, tmp_path: Path) -> None:
-    step = {"kind": "step", "update": 1, "number": 1, "names": {"0.0": "weight"}}
-    backward = {"kind": "backward", "update": 0, "divisor": 2.0, "scaled": "train.py:9"}
-    last = {**backward, "update": 1, "divisor": divisor}
-    one = recording(tmp_path, [[backward, backward, {**step, "update": 0, "number": 0}, last, step]])
-    torch.save({}, one.first.folder / "parameters-1.pt")
-    found = short_window(one)
-    if divisor == 1.0:
-        assert found is None
-        return
-    assert found is not None
-    assert found[0].step == 1
-    assert "divided by the full number 2" in str(found[1])
-    assert found[1].where == "train.py:9"
 
 
 def call(name: str, line: int) -> dict[str, object]:

@@ -165,6 +165,13 @@ WRONG = {
         "the sum of means over different numbers of samples is not",
         "dist.all_reduce(numbers)",
     ),
+    # it was alike: only numbers themselves were compared, not one divided by another
+    "sums and counts of predictions that depend on the rank": (
+        "p, y = predict(own_loader)\nerror, n = summed(F.mse_loss(p * (1 + rank), y, reduction='sum'), len(y))\n"
+        "if rank == 0: print(f'loss {error / n:.4f}')",
+        "the sum over all ranks is not that of one process",
+        "dist.all_reduce(numbers)",
+    ),
     "a sum over a local count": (
         "p, y = predict(own_loader)\nright = summed(right_of(p, y))[0]\n"
         "if rank == 0: print(f'accuracy {right / len(y):.4f}')",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.extensions.verify import refusals
 from lockstep.extensions.verify.calls import TRACE, first_other_line
-from lockstep.extensions.verify.causes import changed_by_some, gathered_without_gradient, gradient_factor
+from lockstep.extensions.verify.causes import changed_by_some, gathered_without_gradient, gradient_factor, other_seeds
 from lockstep.extensions.verify.compare import Reason, by_rank, own_gradients
 from lockstep.extensions.verify.diagnose import Parts
 from lockstep.extensions.verify.functions import KEPT, PERMUTED
@@ -135,6 +135,8 @@ class RanksAlone:
             f"rank {rank} computes a different gradient from one process with the same samples: code or random numbers "
             "depend on the rank"
         )
+        if where := other_seeds(self.ranks):
+            text += f" (their seeds differ: {where})"
         if factor is not None and abs(factor - 1) > _TOLERANCE:
             times = f"{factor:.4g}" if factor else "zero"
             text = (

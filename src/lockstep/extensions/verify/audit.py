@@ -95,10 +95,8 @@ def audit(path: Path, report: Path, silence: float) -> int:
     Raises:
         MisconfigurationException: the file is not valid.
     """
-    entries = read(path)
-    report = report.absolute()
     results: list[ScriptVerdict] = []
-    for entry in entries:
+    for entry in read(path):
         results.append(_run(entry, path.parent, Patience(silence, 10 * silence)))
         note = "" if results[-1].is_expected else f" (expected: {entry.expected})"
         print(f"{entry.name}: {results[-1].verdict}{note}", flush=True)

@@ -124,8 +124,7 @@ class Causes:
     # -- before a gradient
 
     def _explain_first_parameters(self) -> Reason | None:
-        seeded = zip(*(rank.find("seeded") for rank in self.ranks.ranks), strict=False)
-        where = next((str(calls[0]["where"]) for calls in seeded if len({call["seed"] for call in calls}) > 1), "")
+        where = other_seeds(self.ranks)
         # shards of different weights make a whole that no rank has
         if not self.difference.ranks or (len(self.difference.ranks) == self.size and not where):
             return None
@@ -265,12 +264,16 @@ class Causes:
 
     def _explain_window(self, shares: Sequence[Shares], names: str) -> Reason:
         """Explain gradients in which the micro-batches of an accumulation window wrongly have different weights."""
+        reducing = self._reducing_line()
         if not all(each.fits for each in shares):
-            return self._explain_norm(math.nan, "they are not made of the ranks' own gradients")
+            proof = "they are not made of the ranks' own gradients"
+            if reducing and not are_equal(own_gradients(self.ranks, self.update)):
+                text = "not all ranks get the mean of the gradients: use all_reduce (reduce gives it to one rank only)"
+                return Reason(text, reducing, proof)
+            return self._explain_norm(math.nan, proof)
         what = f" of {names}" if names else ""
         weights = "; ".join(f"rank {rank}: {each.rounded()}" for rank, each in enumerate(shares))
         proof = f"weights of the micro-batches in the gradient: {weights}; each should be {1 / self.size:.3g}"
-        reducing = self._reducing_line()
         if reducing and len(self.backwards) > 1:
             text = (
                 f"gradients{what} are reduced after each micro-batch, so accumulated gradients that have been reduced "
@@ -380,7 +383,7 @@ class Causes:
             factors.append(factor)
         if all(abs(factor - 1) < _SCALED for factor in factors):
             text = f"gradients are not averaged: no shard contains {shorten(plain)}, which fully_shard does not cover"
-            where = self.ranks.first.line_of("sharded data parallel")
+            where = self.ranks.first.find("sharded data parallel")[-1]["where"]
             return Reason(f"{text}: call it on the whole model too", where) if plain else None
         text = "each rank clips (scales) its shards by their own norm, not by that of the full gradient"
         scaled = self.runs.on_ranks(f"{TRACE} {self.update}").first.find("call", changes=True)
@@ -397,10 +400,8 @@ class Causes:
             return Reason(text, where)
         *bounds, own = [call["bound"] for (call,) in calls]
         if any(not _near(bound, own) for bound in bounds):
-            cause = "clipping: max_norm depends on the number of ranks, but the norm does not"
-            if len(set(bounds)) > 1:
-                cause = "clipping: ranks clip by different values of max_norm"
-            return Reason(cause, where, f"max_norm by rank: {_format(bounds)}; in one process: {own:.4g}")
+            text = "clipping: ranks and one process clip by different values of max_norm"
+            return Reason(text, where, f"max_norm by rank: {_format(bounds)}; in one process: {own:.4g}")
         *norms, own = [call["norm"] for (call,) in calls]
         return Reason(text, where, f"total norm by rank: {_format(norms)}; in one process: {own:.4g}")
 
@@ -443,6 +444,12 @@ class Causes:
         own = {event["where"] for event in self.backwards}
         events = [event for event in events if event["backwards"] and event["where"] not in own]
         return next((call_lines(event["stack"]) for event in events if event["name"] in ("all_reduce", "reduce")), "")
+
+
+def other_seeds(ranks: Recording) -> str:
+    """Return the line that seeds the ranks with different numbers, or "" if there is none."""
+    seeded = zip(*(rank.find("seeded") for rank in ranks.ranks), strict=False)
+    return next((str(calls[0]["where"]) for calls in seeded if len({call["seed"] for call in calls}) > 1), "")
 
 
 def changed_by_some(ranks: Recording, shapes: Collection[list[int]] = ()) -> Reason | None:

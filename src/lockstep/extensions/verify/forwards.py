@@ -166,7 +166,6 @@ class Forwards:
         @functools.wraps(original)
         def set_sync(sharded: object, requires_gradient_sync: bool, *args: Any, **kwargs: Any) -> None:
             self._shards_synchronize = requires_gradient_sync
-            self.watch.journal.record_once("shards synchronize", where=call_lines(stack()))
             original(sharded, requires_gradient_sync, *args, **kwargs)
 
         patch(module.FSDPModule, "set_requires_gradient_sync", set_sync)

@@ -22,6 +22,8 @@ JOINED = "joined batch"
 """Kind of the event for a draw or cut in which one process uses those of all ranks, one after another."""
 ORDERS = "other order"
 """Kind of the event for a permutation of the whole data that differs between ranks."""
+SAME_CHOICE = "same choice"
+"""Kind of the event for random numbers that are the same on all ranks, where one process draws more."""
 PART = "part of order"
 """Kind of the event for the part of a permutation that a rank takes."""
 _ARRAYS = {"tensor", "as_tensor", "from_numpy"}
@@ -172,10 +174,10 @@ class OwnBatches:
             return own
         if name == "randperm" and len(parts) > 1 and not is_same and parts[0].shape == own.shape:
             watch.journal.record_once(ORDERS, name=name, where=location())
-        if is_whole:
-            return parts[0].to(own.dtype)
-        if not own.dim() or is_same or name == "randperm":
-            return parts[0].to(own.dtype) if parts[0].shape == own.shape else own
+        if is_same and own.numel() > parts[0].numel():
+            watch.journal.record_once(SAME_CHOICE, where=location())
+        if is_whole or not own.dim() or is_same or name == "randperm":
+            return parts[0].to(own.dtype) if is_whole or parts[0].shape == own.shape else own
         joined = torch.cat(parts).to(own.dtype)
         watch.chunks = tuple(map(len, parts))
         watch.journal.record_once(JOINED, name=name, where=location(), grows=joined.shape != own.shape)

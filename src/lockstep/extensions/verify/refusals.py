@@ -20,7 +20,7 @@ from lockstep.extensions.verify.compare import (
     several,
     uneven,
 )
-from lockstep.extensions.verify.own_batches import JOINED, ORDERS, PART
+from lockstep.extensions.verify.own_batches import JOINED, ORDERS, PART, SAME_CHOICE
 from lockstep.extensions.verify.recordings import Event, RankRecording, Recording
 from lockstep.extensions.verify.settings import call_lines
 
@@ -244,36 +244,24 @@ def _skipped_step(ranks: Recording) -> tuple[Difference, Reason] | None:
     return None
 
 
-def other_orders(ranks: Recording, single: Recording) -> tuple[Difference, Reason] | None:
-    """Find a permutation that differs between ranks, although each rank takes another part of it."""
+def own_choices(ranks: Recording, single: Recording, shares_inputs: bool) -> tuple[Difference, Reason] | None:
+    """Find random numbers that choose batches without a loader, and with which ranks train on the same samples.
+
+    Args:
+        ranks: the run on ranks.
+        single: the run of one process.
+        shares_inputs: True if all ranks computed with the same inputs.
+    """
     parts = [[event["key"] for event in rank.find(PART)][:1] for rank in ranks.ranks]
-    if not single.has(ORDERS) or all(each == parts[0] for each in parts):
+    if shares_inputs and single.has(SAME_CHOICE):
+        text, where = "all ranks train on the same batch", single.first.line_of(SAME_CHOICE)
+        cause = "the random numbers that choose a batch are the same on all ranks: seed each rank with another number"
+    elif single.has(ORDERS) and any(each != parts[0] for each in parts):
+        text = "ranks take their parts from permutations that differ, so that several ranks get the same sample"
+        cause, where = "each rank draws its own permutation: use the same seed", single.first.line_of(ORDERS)
+    else:
         return None
-    text = "ranks take their parts from permutations that differ, so that several ranks get the same sample"
-    difference = Difference(SAMPLES, 0, 0, "", tuple(range(len(parts))), text=text)
-    return difference, Reason("each rank draws its own permutation: use the same seed", single.first.line_of(ORDERS))
-
-
-# -- windows -------------------------------------------------------------------------------------------------
-
-
-def short_window(ranks: Recording) -> tuple[Difference, Reason] | None:
-    """Find an incomplete accumulation window whose loss is divided by the number of micro-batches in a full window."""
-    backwards: dict[int, list[Event]] = defaultdict(list)
-    for event in ranks.first.find("backward"):
-        backwards[event["update"]].append(event)
-    full = {len(events) for events in backwards.values() if _divisor(events) == len(events)}
-    for step in ranks.first.steps:
-        events = backwards[step["update"]]
-        divisor = _divisor(events)
-        if divisor is None or divisor not in full or len(events) >= divisor:
-            continue
-        batches = f"{len(events)} micro-batch{'es' * (len(events) > 1)}"
-        text = f"is {len(events)}/{divisor:g} of the mean over its window, which has {batches}"
-        number = f"the full number {divisor:g}"
-        cause = f"the last accumulation window of an epoch has {batches}, but its loss is divided by {number}"
-        return _window_difference(ranks, step, text), Reason(cause, events[-1]["scaled"])
-    return None
+    return Difference(SAMPLES, 0, 0, "", tuple(range(len(parts))), text=text), Reason(cause, where)
 
 
 def unsynchronized_shards(ranks: Recording) -> tuple[Difference, Reason] | None:
@@ -287,24 +275,11 @@ def unsynchronized_shards(ranks: Recording) -> tuple[Difference, Reason] | None:
         cause = Reason(
             "fully_shard keeps unsynchronized gradients in the unsharded parameters: call "
             "set_requires_gradient_sync(True) before the last backward of a window",
-            ranks.first.line_of("shards synchronize") or own[-1]["where"],
+            own[-1]["where"],
             "synchronized backwards: " + ", ".join("yes" if event["synchronizes"] else "no" for event in own),
         )
-        text = f"lacks the last of {len(own)} backward(s), which is not synchronized"
-        return _window_difference(ranks, step, text), cause
+        name = next(iter(step["names"].values()), "")
+        text = f"the gradient of {name} lacks the last of {len(own)} backward(s), which is not synchronized"
+        everywhere = tuple(range(len(ranks.ranks)))
+        return Difference(GRADIENTS, step["number"], step["update"], name, everywhere, text=text), cause
     return None
-
-
-def _window_difference(ranks: Recording, step: Event, text: str) -> Difference:
-    """Create a `Difference` in the gradients of all ranks at a step. ``text`` describes the difference."""
-    name = next(iter(step["names"].values()), "")
-    everywhere = tuple(range(len(ranks.ranks)))
-    text = f"the gradient of {name} {text}"
-    return Difference(GRADIENTS, step["number"], step["update"], name, everywhere, text=text)
-
-
-def _divisor(events: Sequence[Event]) -> float | None:
-    """Return the divisor that all losses of an accumulation window share. Return None if there is none above 1."""
-    divisors = {event["divisor"] for event in events}
-    divisor = divisors.pop() if len(divisors) == 1 else None
-    return divisor if divisor is not None and divisor > 1 else None

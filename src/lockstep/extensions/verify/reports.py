@@ -26,7 +26,11 @@ Line = tuple[str, list[str]]
 """A printed line, and the numbers in it."""
 Pair = tuple[str, str, str]
 """A line that rank 0 printed, a number in it, and the number that another process printed in its place."""
-Reduced = dict[tuple[str, int, int, int], tuple[float, int]]
+Passed = tuple[float, int]
+"""A number that a rank passes to a collective, with the number of samples that the rank has evaluated."""
+Sums = tuple[float, float]
+"""The sum of the numbers that the ranks pass to a collective, and the number that one process passes."""
+Reduced = dict[tuple[str, int, int, int], Passed]
 """Numbers that a process passes to collectives after evaluations, each with the number of samples that it evaluated.
 
 The key is (line of the collective, number of its call, number of values in the call, position among these).
@@ -48,7 +52,8 @@ class Reports:
     If one process does not call the collective, its number is taken to be the mean of the ranks' numbers, weighted by
     their numbers of samples.
 
-    Other wrong numbers are not found, for example the quotient of a local sum and a reduced count.
+    A sum may also be divided by another sum of the same call. Other wrong numbers are not found, for example the
+    quotient of a local sum and a reduced count.
 
     Args:
         ranks: the run on ranks.
@@ -91,6 +96,8 @@ class Reports:
         ranks = [_reduced(rank, self.samples.trains) for rank in self.ranks.ranks]
         single, again = _reduced(self.single.first), None
         loaders = {event["loader"] for _, event in self.ranks.find("iteration")} - self.samples.trains
+        everywhere = [key for key in ranks[0] if key in single and all(key in rank for rank in ranks)]
+        totals = {key: sum(rank[key][0] for rank in ranks) for key in everywhere}
         for key in ranks[0]:
             there = [rank[key] for rank in ranks if key in rank]
             if len(there) < len(ranks) or not all(samples for _, samples in there):
@@ -102,36 +109,40 @@ class Reports:
             # without a loader the numbers have to show that one process evaluates the samples of all ranks
             if not loaders and (own != total or not _is_close(weighted, value)):
                 continue
-            kind = "means over different numbers of samples" if _is_close(weighted, value) else "the ranks' own numbers"
-            found = self._explain(there, value, kind, key[0], self._pairs)
+            others = [(total, single[other][0]) for other, total in totals.items() if other[:3] == key[:3]]
+            found = self._explain(there, value, key[0], self._pairs, others)
             if found is None:
                 continue
             if again is None:
                 again = self.runs.on_one(self.ranks, *(f"{SPLIT} {each}" for each in loaders)).first
             is_same = _is_close(_reduced(again).get(key, (value, 0))[0], value)
-            if is_same and self._explain(there, value, kind, key[0], self._compared(again)):
+            if is_same and self._explain(there, value, key[0], self._compared(again), others):
                 return found
         return None
 
     def _explain(
-        self, there: Sequence[tuple[float, int]], value: float, kind: str, where: str, pairs: Sequence[Pair]
+        self, there: Sequence[Passed], value: float, where: str, pairs: Sequence[Pair], others: Sequence[Sums]
     ) -> tuple[Difference, Reason] | None:
         """Explain a printed number that is computed from the ranks' numbers. Return None if no number is.
 
         Args:
             there: number of each rank, with its number of samples.
             value: number of one process.
-            kind: description of the ranks' numbers.
             where: line of the collective.
             pairs: the printed numbers.
+            others: sums over the ranks, and numbers of one process, that the same call of the collective has passed.
         """
         total, samples = sum(each for each, _ in there), sum(count for _, count in there)
         if _is_close(total, value):
             text = "the sum over all ranks is divided by the number of samples of rank 0: reduce this number as well"
             causes = [(total / there[0][1], value / samples, text)]
         else:
+            weighted = sum(each * count for each, count in there) / samples
+            kind = "means over different numbers of samples" if _is_close(weighted, value) else "the ranks' own numbers"
             text = f"of {kind} is not the value for all samples: reduce sums and counts, or gather the predictions"
             causes = [(total / len(there), value, f"the mean {text}"), (total, value, f"the sum {text}")]
+            text = "the sum over all ranks is not that of one process: ranks evaluate with other weights or inputs"
+            causes += [(total / other, value / own, text) for other, own in others if other and own]
         for reduced, own, cause in causes:
             for line, theirs, number in pairs:
                 forms = zip(_forms(reduced), _forms(own), strict=True)

@@ -80,7 +80,7 @@ class Samples:
         for number in sorted(loaders):
             batches, described = self._events(number, "batch"), self._events(number, "iteration", "order")
             if all(batches) and number in found.trains:
-                self._check_training(number, batches, described)
+                self._check_training(number, batches, described[0][0])
             elif all(described):
                 self._check_evaluation(number, described)
         if not found.trains and found.shares_inputs and not self.splits_model:
@@ -110,21 +110,15 @@ class Samples:
         """Add a difference and its cause to the findings, with the line that creates the loader ``first``."""
         self.found.differences.append((difference, Reason(cause, first["created"])))
 
-    def _check_training(
-        self, number: int, batches: Sequence[Sequence[Event]], described: Sequence[Sequence[Event]]
-    ) -> None:
+    def _check_training(self, number: int, batches: Sequence[Sequence[Event]], first: Event) -> None:
         found, count = self.found, len(self.ranks.ranks)
         found.compared += sum(len(each) for each in batches)
-        first = described[0][0]
-        seen = {text for each in batches[0] for text in each["prints"] if text}
         size = first["size"]
         if size is not None and size < 2 * count:
             found.vacuous.append(
                 f"the data set has {size} samples, too few for {count} ranks: let the script train on at least "
                 f"{2 * count}"
             )
-        elif len(seen) == 1 and len(batches[0]) > 1:
-            found.vacuous.append("all samples are equal: let the script train on different samples")
         common = min(len(each) for each in batches)
         prints = [[event["prints"] for event in each[:common]] for each in batches]
         if self.splits_model:
@@ -138,7 +132,8 @@ class Samples:
             else:
                 found.notes.append("every rank reads the full batch, and computes with its part")
         else:
-            self._check_overlap(number, batches, described)
+            for iteration in (0, 1):
+                self._check_overlap(number, iteration)
         self._check_order(number, first)
         self._check_lengths(number, first)
 
@@ -167,7 +162,7 @@ class Samples:
 
     def _fault_of_sampler(self, first: Event) -> str:
         """Explain what is wrong with the DistributedSamplers of ranks that get the same samples."""
-        own = [events[0] for events in self._events(first["loader"], "iteration", "order")]
+        own = [events[-1] for events in self._events(first["loader"], "iteration")]
         numbers, replicas, seeds = zip(*(event["share"] for event in own), strict=True)
         epochs = [event["epoch"] for event in own]
         if len(set(numbers)) < len(own):
@@ -183,11 +178,12 @@ class Samples:
             )
         return f"splits the data among {replicas[0]} replicas: pass num_replicas=dist.get_world_size()"
 
-    def _check_overlap(
-        self, number: int, batches: Sequence[Sequence[Event]], described: Sequence[Sequence[Event]]
-    ) -> None:
-        first = described[0][0]
-        epochs = self._epochs(number, 0)
+    def _check_overlap(self, number: int, iteration: int) -> None:
+        batches, described = self._events(number, "batch"), self._events(number, "iteration")
+        first, epochs = described[0][0], self._epochs(number, iteration)
+        # a rank may not have begun the second epoch
+        if self.found.differences or (iteration and not all(epochs)):
+            return
         repeats = not first["shared_out"] and any(len(set(each)) < len(each) for each in epochs)
         if first["replacement"] or repeats:
             self.found.notes.append(
@@ -214,11 +210,12 @@ class Samples:
             index = shared[0]  # the first one in the order of rank 0
             which = tuple(sorted(owners[index]))
             missing = first["size"] - len(owners)
-            text = f"ranks {', '.join(map(str, which))} get sample {index} in one epoch ({len(shared)} are shared"
+            text = f"ranks {', '.join(map(str, which))} get sample {index} in epoch {iteration} ({len(shared)} shared"
             text += f", {missing} of {first['size']} are on no rank)" if missing > 0 else ")"
             is_whole = len({frozenset(each) for each in epochs}) == 1
             what = "every rank reads the whole data set" if is_whole else "ranks share samples"
-            difference = Difference(SAMPLES, 0, 0, str(index), which, text=text)
+            # -1: the step in which the second epoch begins is unknown
+            difference = Difference(SAMPLES, -iteration, 0, str(index), which, text=text)
             self._add(difference, f"{what}: {self._why_shared(first, overlaps=not is_whole)}", first)
             return
         if shared:

@@ -173,11 +173,11 @@ class Verification:
 
     def _judge(self, ranks: Recording, single: Recording) -> Certificate:
         self._drop_expected(ranks, single)
-        window = refusals.short_window(ranks) or refusals.unsynchronized_shards(ranks) or own_metric(ranks)
-        window = window or refusals.other_orders(ranks, single) or samples.split_twice(ranks, single)
+        known = refusals.unsynchronized_shards(ranks) or own_metric(ranks) or samples.split_twice(ranks, single)
+        known = known or refusals.own_choices(ranks, single, self.samples.shares_inputs and not self.splits_model)
         first = self.comparison.first
-        if window is not None and (first is None or window[0].update <= first.update):
-            return self._certify_different(ranks, *window)
+        if known is not None and (first is None or known[0].update <= first.update):
+            return self._certify_different(ranks, *known)
         if first is not None and first.kind == FIRST and (reason := refusals.check_parts(ranks, single)):
             return self._certify_unknown(reason)
         if first is not None:
