@@ -181,7 +181,7 @@ class Samples:
     def _check_overlap(self, number: int, iteration: int) -> None:
         batches, described = self._events(number, "batch"), self._events(number, "iteration")
         first, epochs = described[0][0], self._epochs(number, iteration)
-        # a rank may not have begun the second epoch
+        # a rank may not have started the second epoch
         if self.found.differences or (iteration and not all(epochs)):
             return
         repeats = not first["shared_out"] and any(len(set(each)) < len(each) for each in epochs)
@@ -214,7 +214,7 @@ class Samples:
             text += f", {missing} of {first['size']} are on no rank)" if missing > 0 else ")"
             is_whole = len({frozenset(each) for each in epochs}) == 1
             what = "every rank reads the whole data set" if is_whole else "ranks share samples"
-            # -1: the step in which the second epoch begins is unknown
+            # -1: the step with which the second epoch starts is unknown
             difference = Difference(SAMPLES, -iteration, 0, str(index), which, text=text)
             self._add(difference, f"{what}: {self._why_shared(first, overlaps=not is_whole)}", first)
             return
