@@ -113,11 +113,10 @@ class Samples:
     def _check_training(self, number: int, batches: Sequence[Sequence[Event]], first: Event) -> None:
         found, count = self.found, len(self.ranks.ranks)
         found.compared += sum(len(each) for each in batches)
-        size = first["size"]
-        if size is not None and size < 2 * count:
+        if first["size"] is not None and first["size"] < 2 * count:
             found.vacuous.append(
-                f"the data set has {size} samples, too few for {count} ranks: let the script train on at least "
-                f"{2 * count}"
+                f"the data set has {first['size']} samples, too few for {count} ranks: let the script train on at "
+                f"least {2 * count}"
             )
         common = min(len(each) for each in batches)
         prints = [[event["prints"] for event in each[:common]] for each in batches]
@@ -181,8 +180,9 @@ class Samples:
     def _check_overlap(self, number: int, iteration: int) -> None:
         batches, described = self._events(number, "batch"), self._events(number, "iteration")
         first, epochs = described[0][0], self._epochs(number, iteration)
-        # a rank may not have started the second epoch
-        if self.found.differences or (iteration and not all(epochs)):
+        # a rank may not have started the second epoch, or another loader that the same lines create has its number
+        has_second = first["shared_out"] and len({each["size"] for own in described for each in own}) == 1
+        if self.found.differences or (iteration and not (has_second and all(epochs))):
             return
         repeats = not first["shared_out"] and any(len(set(each)) < len(each) for each in epochs)
         if first["replacement"] or repeats:
