@@ -227,7 +227,7 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
             (CLEAR, "        if i % 2 == 0: optimizer.zero_grad()"),
         ),
         "call set_requires_gradient_sync(True) before the last backward of a window",
-        "model.set_requires_gradient_sync(",
+        "loss.backward()",
     ),
     "batches that a rank leaves out by its own loss": (
         (
@@ -451,6 +451,27 @@ NUMBERS: dict[str, tuple[Changes, str, str]] = {
         "loss = ",
     ),
 }
+
+
+HALF = """\
+own = Subset(data, range(rank, len(data), world))
+order = torch.Generator().manual_seed(rank)
+loader = DataLoader(own, 8, sampler=torch.utils.data.RandomSampler(own, num_samples=len(own) // 2, generator=order))
+"""
+ALONE = "    if rank == 0: print(sum(len(x) for x, _ in DataLoader(make_data(29), 8)))\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(((SHARED_OUT, HALF), (SET_EPOCH, "")), id="a sampler that visits half of a rank's data"),
+        pytest.param((("dist.destroy", ALONE + "dist.destroy"),), id="a loader of rank 0 alone"),
+    ],
+)
+def test_data_that_are_not_split_twice_are_alike(changes: Changes, certify: Certify) -> None:
+    certificate = certify(changed(*changes))
+    assert certificate.verdict == ALIKE, str(certificate)
 
 
 def judge(certificate: Certificate, text: str, words: str, line: str) -> None:

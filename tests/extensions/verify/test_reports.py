@@ -107,6 +107,22 @@ def test_a_right_report_is_alike(name: str, certify: Certify) -> None:
     assert not certificate.notes, str(certificate)
 
 
+EQUAL_SAMPLES = (
+    "twice = TensorDataset(*(torch.cat([each[:28], each[:1]]) for each in valid.tensors))\n"
+    "own = predict(DataLoader(twice, 5, sampler=DistributedSampler(twice, shuffle=False)))\n"
+    "found = [None] * world\ndist.all_gather_object(found, [each.tolist() for each in own])\n"
+    "rows = [row for rows in zip(*(zip(*each) for each in found)) for row in rows][:29]\n"
+    "if rank == 0: print(f'mse {sum((p - y) ** 2 for p, y in rows) / len(rows):.4f} n {len(rows):.1f}')"
+)
+
+
+@pytest.mark.slow
+def test_one_of_two_equal_samples_is_not_taken_for_a_repeated_one(certify: Certify) -> None:
+    """The samples were compared by their contents: a right report of 29 samples was called different."""
+    certificate = certify(evaluating(EQUAL_SAMPLES))
+    assert certificate.verdict == ALIKE, str(certificate)
+
+
 BY_HAND = "with torch.no_grad(): p, y = model.module(valid.tensors[0][rank::world]), valid.tensors[1][rank::world]\n"
 HEALTHY["sums and counts of rows that are cut by hand"] = (
     f"{BY_HAND}error, n = summed(F.mse_loss(p, y, reduction='sum'), len(y))\n"

@@ -200,7 +200,8 @@ def test_what_cannot_be_requested_is_refused(
 
 HEALTHY = sorted(path.stem for path in (SCRIPTS / "healthy").glob("*.py"))
 EVERYDAY = {"ddp_plain", "no_sync_everywhere", "needs_arguments"}  # they have a test of their own above
-NOT_SEEN = {"resume_first_order"}  # a resume is not verified
+NOT_SEEN = {"resume_first_order", "last_window"}
+"""A resume is not verified; and one process that is fed the ranks' micro-batches has the same short window."""
 
 
 @pytest.mark.slow
@@ -230,6 +231,13 @@ def test_each_wrong_script_is_different_with_a_cause(name: str, certify: Certify
     assert certificate.verdict == DIFFERENT, str(certificate)
     assert certificate.first_difference
     assert certificate.cause, str(certificate)
+
+
+@pytest.mark.slow
+def test_a_short_last_window_that_one_process_has_as_well_is_no_difference(certify: Certify) -> None:
+    """Losses that are divided by the full number of micro-batches were called different, as Accelerate's are."""
+    certificate = certify(BUGS["last_window"].text)
+    assert certificate.verdict == ALIKE, str(certificate)
 
 
 @pytest.mark.slow

@@ -298,7 +298,7 @@ class Loaders:
                 return
             whole = loader.batch_sampler is None and loader.batch_size is None
             (path,) = self.watch.files(_NAME.format(number, iteration), at)
-            torch.save({"samples": samples, "whole": whole}, path)
+            torch.save({"samples": samples, "whole": whole, "indices": found[0]}, path)
             journal.record(
                 "batch",
                 loader=number,
@@ -323,7 +323,7 @@ class Loaders:
     def _replay_batches(self, loader: DataLoader[Any], number: int, iteration: int) -> Generator[Collate]:
         """Yield the batches that the ranks saved, either joined across ranks or one rank after another."""
         settings = self.watch.settings
-        seen: set[str] = set()
+        seen: set[object] = set()
         for at in itertools.count():
             name = _NAME.format(number, iteration)
             paths = self.watch.files(name, at)
@@ -335,10 +335,10 @@ class Loaders:
                 return
             if f"{DEDUPLICATED} {number}" in settings.overrides:
                 for part in parts:
-                    prints = [fingerprint(sample) for sample in part["samples"]]
-                    new = [s for s, text in zip(part["samples"], prints, strict=True) if text not in seen]
-                    part["samples"] = new
-                    seen.update(prints)
+                    # different samples may have equal contents
+                    keys = part["indices"] or [fingerprint(sample) for sample in part["samples"]]
+                    part["samples"] = [s for s, key in zip(part["samples"], keys, strict=True) if key not in seen]
+                    seen.update(keys)
                 # an empty batch would fail in most collate functions
                 parts = [part for part in parts if part["samples"]] or parts[:1]
             is_split = f"{SPLIT} {number}" in settings.overrides

@@ -305,8 +305,10 @@ def split_twice(ranks: Recording, single: Recording) -> tuple[Difference, Reason
     count = len(ranks.ranks)
     for event in single.first.find("size"):
         own = [rank.find("iteration", loader=event["loader"]) for rank in ranks.ranks]
-        sizes = [each[0]["size"] for each in own]
-        if event["size"] is None or None in sizes or max(sizes) > ORDER or own[0][0]["replacement"]:
+        sizes = [each[0]["size"] for each in own if each]
+        # other samplers may visit a part of the data in each epoch
+        splits = any(each["shared_out"] or each["sampler"] == "BatchSamplerShard" for each in own[0][:1])
+        if not splits or event["size"] is None or None in sizes or len(sizes) < count or max(sizes) > ORDER:
             continue
         read = [len(set(each)) for each in Samples(ranks, False)._epochs(event["loader"], 0)]
         slack = len(ranks.first.find("batch", loader=event["loader"])[0]["prints"])
